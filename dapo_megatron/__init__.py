@@ -1,0 +1,1 @@
+"""DAPO on Megatron-Core."""

@@ -1,0 +1,185 @@
+"""The whole configuration as typed dataclasses. Validation lives in `validation.py`; neither imports torch, ray or megatron.
+
+Every field is documented where it stands. Lengths are in tokens, times in seconds.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunConfig:
+    name: str = "dapo"
+    dir: str = "runs"  # the run's folder is dir/name
+    seed: int = 1
+    steps: int = 100  # rollout steps
+
+
+@dataclass
+class ModelConfig:
+    # An HF folder, a folder with one GGUF file, a .gguf file, a hub id, `package:NAME` (an installed Python package that
+    # carries weights), or `random` (see random_model).
+    path: str = ""
+    dtype: str = "bfloat16"  # training's forward and backward: bfloat16 (fp32 master weights) or float32
+    # With path: random. Keys of transformers' config class of model_type: {model_type: llama, hidden_size: 64, ...}.
+    # The vocabulary is that of the built-in character tokenizer.
+    random_model: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class SourceConfig:
+    # jsonl/jsonl.gz/parquet path, a hub data set id, or `generator:NAME` (generator:arithmetic, generator:choice,
+    # generator:reasoning_gym)
+    path: str = ""
+    split: str = "train"
+    args: dict[str, Any] = field(default_factory=dict)  # the generator's arguments
+    # Columns. The defaults read verl's rows; set prompt/answer for flat rows ({question, answer} ...).
+    prompt_key: str = "prompt"
+    answer_key: str = "reward_model.ground_truth"
+    answer_pattern: str = ""  # regular expression whose first group is the gold answer, e.g. GSM8K's `#### (.*)`
+    limit: int = 0  # use at most this many rows; 0 is all
+
+
+@dataclass
+class DataConfig:
+    train: SourceConfig = field(default_factory=SourceConfig)
+    eval: SourceConfig = field(default_factory=SourceConfig)
+    format: str = "chat"  # chat: the tokenizer's chat template; plain: the text itself
+    system: str = ""  # system turn; empty: none is added by us
+    few_shot: list[list[str]] = field(default_factory=list)  # [[question, reply], ...] as earlier turns
+    template: str = "{prompt}"  # put around every problem's text (the last user turn)
+    shuffle: bool = True
+    max_prompt_tokens: int = 2048  # longer prompts are counted and skipped
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = "sglang"  # sglang, local
+    num_servers: int = 1
+    tp: int = 1  # tensor parallel size of each server
+    dtype: str = "auto"  # auto: the model's dtype
+    max_response_tokens: int = 20480
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_total_tokens: int = 8192  # KV cache of a server on CPU; on GPUs SGLang sizes it itself from mem_fraction
+    mem_fraction: float = 0.6
+    base_port: int = 0  # 0: any free port; otherwise server i listens on base_port + i
+    max_inflight_groups: int = 64
+    request_timeout_s: float = 600.0
+    startup_timeout_s: float = 600.0
+    server_args: list[str] = field(default_factory=list)  # appended to SGLang's command line
+
+
+@dataclass
+class SamplingConfig:
+    """Dynamic sampling."""
+
+    dynamic: bool = True  # False: every group is kept
+    prompts_per_step: int = 512  # groups a step trains on
+    samples_per_prompt: int = 16
+    surplus: str = "rewind"  # what was sampled past the last accepted group: rewind or carry
+    max_groups_factor: float = 10.0  # budget: at most this many times prompts_per_step groups are sampled in a step
+    on_budget: str = "smaller_batch"  # smaller_batch (train on what there is) or stop (end the run with an error)
+
+
+@dataclass
+class OverlongConfig:
+    cache_tokens: int = 4096  # the last cache_tokens of max_response_tokens are punished linearly
+    penalty_factor: float = 1.0  # 0 switches the punishment off
+    filter: bool = False  # responses cut at the limit get mask 0
+
+
+@dataclass
+class RewardConfig:
+    verifier: str = "math_dapo"
+    verifier_args: dict[str, Any] = field(default_factory=dict)
+    correct: float = 1.0
+    incorrect: float = -1.0
+    num_workers: int = 1
+    timeout_s: float = 30.0  # one response's verdict; over it: incorrect, counted
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: str = "group_norm"  # group_norm: (R - mean) / (std + eps); mean_only: R - mean
+    std_eps: float = 1e-6
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 0.0  # c of the dual clip, > 1; 0: off
+    aggregation: str = "token"  # token, group_token, sequence, constant
+    entropy_coef: float = 0.0
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-6
+    warmup_steps: int = 20  # linear, in rollout steps
+    weight_decay: float = 0.1  # not on norms and biases
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    clip_grad: float = 1.0
+    prompts_per_minibatch: int = 32  # groups in one optimizer step
+
+
+@dataclass
+class ParallelConfig:
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+    max_tokens_per_microbatch: int = 8192
+    logprob_chunk_tokens: int = 1024  # rows of logits that exist at a time
+    recompute: bool = False  # full activation recomputation
+
+
+@dataclass
+class ClusterConfig:
+    gpus_per_node: int = 8
+    colocate: bool = False  # trainer and servers share GPUs
+
+
+@dataclass
+class PublishConfig:
+    bucket_mb: int = 256
+    check: bool = False  # after every publish compare checksums of all tensors
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 10  # rollout steps; 0: only at the end
+    keep: int = 2
+    export_hf: bool = True  # the final policy as an HF folder
+
+
+@dataclass
+class EvalConfig:
+    every: int = 0  # rollout steps; 0: only before and after; -1: never
+    prompts: int = 0  # 0: all
+    samples: int = 8  # for avg@k
+    temperature: float = 1.0
+    top_p: float = 1.0
+    greedy: bool = True  # measure greedy accuracy as well
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    publish: PublishConfig = field(default_factory=PublishConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def world_size(self) -> int:
+        return self.parallel.tp * self.parallel.pp * self.parallel.dp
