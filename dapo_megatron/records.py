@@ -64,6 +64,9 @@ class Sample:
     token_ids: np.ndarray  # int32 [P + L]
     prompt_len: int
     rollout_logprobs: np.ndarray  # float32 [L]
+    stale: (
+        np.ndarray
+    )  # bool [L], True: sampled by older weights than the step's, so rollout_logprobs are its old log-probs
     mask: np.ndarray  # bool [L], False: neither loss nor denominator
     advantages: np.ndarray  # float32 [L]
     weights: np.ndarray  # float64 [L], the aggregation's weight w; sums to 1 over a mini-batch for `token`
@@ -86,6 +89,7 @@ class MicroBatch:
     positions: np.ndarray  # int64 [R]
     targets: np.ndarray  # int64 [R]
     rollout_logprobs: np.ndarray  # float32 [R]
+    stale: np.ndarray  # bool [R], see Sample
     mask: np.ndarray  # bool [R]
     advantages: np.ndarray  # float32 [R]
     weights: np.ndarray  # float32 [R], w * N with N = the mini-batch's valid tokens (Megatron divides by N)

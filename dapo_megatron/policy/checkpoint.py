@@ -1,0 +1,30 @@
+"""The sharded part of a checkpoint: model and optimizer in Megatron's torch_dist format, loadable on another layout."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron.core import dist_checkpointing
+
+# fully_reshardable optimizer state loads on any TP x PP x DP
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+
+def _state(model: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
+    weights = model.module.sharded_state_dict()
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_METADATA),
+    }
+
+
+def save(folder: Path, model: Any, optimizer: Any) -> None:
+    """Collective. `folder` must exist and be empty; whoever calls gives the checkpoint its final name afterwards."""
+    dist_checkpointing.save(_state(model, optimizer, is_loading=False), os.fspath(folder))
+
+
+def load(folder: Path, model: Any, optimizer: Any) -> None:
+    """Collective. Replaces weights, master weights and Adam's moments."""
+    state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), os.fspath(folder))
+    model.module.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])

@@ -1,0 +1,78 @@
+"""What Megatron-Core asks of torch.cuda, answered for the CPU. On a machine with a GPU nothing here does anything.
+
+Megatron writes `device=torch.cuda.current_device()`, `.cuda()`, CUDA streams and RNG states without a CPU branch. Every answer
+below is the CPU's own (its device, its RNG, no streams); no arithmetic is replaced.
+"""
+
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_installed: list[TorchFunctionMode] = []
+
+
+class _CudaToCpu(TorchFunctionMode):
+    """Redirects device="cuda" arguments. Thread-local, as every TorchFunctionMode: install it in the thread that computes."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = {**kwargs, "device": _CPU}
+        return func(*args, **(kwargs or {}))
+
+
+class _NullStream(nullcontext):
+    def wait_stream(self, *_: Any) -> None: ...
+    def wait_event(self, *_: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, *_: Any) -> None: ...
+
+
+def prepare_import() -> None:
+    """Before megatron is imported. SGLang brings flash_mla, which fails without libcuda in a way Megatron doesn't expect, and
+    flashinfer, whose import takes seconds and serves GPUs only."""
+    if not torch.cuda.is_available():
+        for name in ("flash_mla", "flashinfer"):
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None makes the import an ordinary ImportError
+
+
+def install() -> None:
+    """Idempotent. Call after prepare_import and before a model is built."""
+    if torch.cuda.is_available() or _installed:
+        return
+    import megatron.core.tensor_parallel.random as mcore_random
+
+    tensor_type = torch.Tensor.type
+
+    def cuda_type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # DistributedOptimizer sorts parameters by the type names torch.cuda.*Tensor
+        if args or kwargs:
+            return tensor_type(self, *args, **kwargs)
+        return "torch.cuda." + tensor_type(self).rsplit(".", 1)[1]
+
+    def set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+        torch.set_rng_state(state)
+
+    overrides: list[tuple[Any, str, Any]] = [
+        (torch.Tensor, "type", cuda_type_name),
+        (torch.Tensor, "cuda", lambda self, *_, **__: self),
+        (torch.nn.Module, "cuda", lambda self, *_, **__: self),
+        (torch.cuda, "current_device", lambda: _CPU),
+        (torch.cuda, "synchronize", lambda *_, **__: None),
+        (torch.cuda, "current_stream", lambda *_, **__: _NullStream()),
+        (torch.cuda, "Stream", lambda *_, **__: _NullStream()),
+        (torch.cuda, "stream", lambda *_, **__: _NullStream()),
+        (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (torch.cuda, "set_rng_state", set_rng_state),
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (mcore_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+        (mcore_random, "_set_cuda_rng_state", set_rng_state),
+    ]
+    for owner, name, value in overrides:
+        setattr(owner, name, value)
+    mode = _CudaToCpu()
+    mode.__enter__()
+    _installed.append(mode)

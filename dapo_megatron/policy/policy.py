@@ -1,0 +1,225 @@
+"""The policy that is trained: one object per Megatron rank, all ranks calling the same methods in the same order."""
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dapo_megatron.policy import cpu_backend
+
+cpu_backend.prepare_import()
+
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after prepare_import
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from dapo_megatron.algo.objective import dapo_objective, merge_stats  # noqa: E402
+from dapo_megatron.config import Config  # noqa: E402
+from dapo_megatron.policy import checkpoint, model, weights_io  # noqa: E402
+from dapo_megatron.policy.forward import DeviceBatch, LogprobHead, run_model  # noqa: E402
+from dapo_megatron.records import MicroBatch  # noqa: E402
+from dapo_megatron.weights.hf_folder import HFFolder  # noqa: E402
+from dapo_megatron.weights.mapping import ModelShape  # noqa: E402
+
+Stats = dict[str, float]
+
+
+def init_distributed(rank: int, world_size: int, master: str, timeout_s: float = 1800.0) -> None:
+    """Join the process group at `master` (host:port) and become a CPU or CUDA rank."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    cpu_backend.install()
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"tcp://{master}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+class Policy:
+    """Model, optimizer and the step's batch on this rank. init_distributed must have been called."""
+
+    def __init__(self, cfg: Config, model_dir: str | Path) -> None:
+        self.cfg = cfg
+        parallel = cfg.parallel
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(cfg.run.seed)
+        folder = HFFolder(model_dir)
+        self.shape = ModelShape.from_hf(folder.config)
+        self.gpt = model.build_model(cfg, folder.config, self.shape)
+        weights_io.load_hf_weights(self.gpt, folder, self.shape)
+        self.model = self._wrap()
+        self.optimizer = self._optimizer()
+        self.head = LogprobHead(
+            self.shape.vocab_size,
+            cfg.rollout.temperature,
+            parallel.logprob_chunk_tokens,
+            with_entropy_grad=cfg.algorithm.entropy_coef != 0,
+        )
+        self.minibatches: list[list[DeviceBatch]] = []
+
+    def _wrap(self) -> DistributedDataParallel:
+        config = self.gpt.config
+        module = Float16Module(config, self.gpt) if config.bf16 else self.gpt
+        ddp = DistributedDataParallel(
+            config=config,
+            ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            module=module,
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        return ddp
+
+    def _optimizer(self) -> Any:
+        settings = self.cfg.optimizer
+        return get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                weight_decay=settings.weight_decay,  # Megatron exempts norms and biases
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.eps,
+                clip_grad=settings.clip_grad,
+                params_dtype=self.gpt.config.params_dtype,
+                bf16=self.gpt.config.bf16,
+                use_distributed_optimizer=True,
+            ),
+            [self.model],
+        )
+
+    # --- the step ---
+
+    def load_batch(self, minibatches: list[list[MicroBatch]]) -> None:
+        """This data-parallel rank's share of the rollout batch: for each mini-batch its micro-batches."""
+        self.minibatches = [[DeviceBatch(batch) for batch in micro] for micro in minibatches]
+
+    def old_logprobs(self) -> Stats:
+        """Log-probs of the whole batch by the weights before the step's first update; kept beside the batch.
+
+        Returns sums over this rank's share (empty on all but one rank of a model replica): trainer against rollout engine.
+        """
+        batches = [batch for micro in self.minibatches for batch in micro]
+        with torch.no_grad():
+            outputs = self._run(batches, _keep_logprobs, forward_only=True)
+        stats = []
+        for batch, output in zip(batches, outputs, strict=False):  # no outputs but on the last stage
+            batch.old_logprobs = torch.where(batch.stale, batch.rollout_logprobs, output["logprobs"])
+            fresh = ~batch.stale
+            diff = (output["logprobs"] - batch.rollout_logprobs)[fresh].abs()
+            stats.append(
+                {
+                    "fresh_tokens": float(fresh.sum()),
+                    "diff_sum": float(diff.sum()),
+                    "diff_max": float(diff.max()) if len(diff) else 0.0,
+                }
+            )
+        return merge_stats(stats) if self._reports() else {}
+
+    def update(self, index: int, lr: float) -> Stats:
+        """One optimizer step on mini-batch `index`. Returns sums over this rank's share (see algo.objective), grad_norm."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        algorithm = self.cfg.algorithm
+        loss = partial(
+            _objective,
+            clip_low=algorithm.clip_low,
+            clip_high=algorithm.clip_high,
+            dual_clip=algorithm.dual_clip,
+            entropy_coef=algorithm.entropy_coef,
+        )
+        stats = self._run(self.minibatches[index], loss, forward_only=False)
+        success, grad_norm, _ = self.optimizer.step()
+        if not success:
+            raise RuntimeError(f"optimizer step refused: gradient norm {grad_norm}")
+        return {**merge_stats(stats), "grad_norm_max": float(grad_norm)} if self._reports() else {}
+
+    def _run(self, batches: list[DeviceBatch], loss: Any, forward_only: bool) -> list[dict[str, Any]]:
+        def forward_step(iterator: Iterator[DeviceBatch], ddp: Any) -> tuple[Tensor, Any]:
+            batch = next(iterator)
+            return run_model(ddp, batch, self.head), partial(loss, batch)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=1,  # shapes are exchanged (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _reports(self) -> bool:
+        """One rank of each model replica speaks for it."""
+        return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    # --- weights and state ---
+
+    @property
+    def dp_rank(self) -> int:
+        return parallel_state.get_data_parallel_rank()
+
+    @property
+    def num_stages(self) -> int:
+        return parallel_state.get_pipeline_model_parallel_world_size()
+
+    @property
+    def stage(self) -> int:
+        return parallel_state.get_pipeline_model_parallel_rank()
+
+    @property
+    def is_stage_leader(self) -> bool:
+        """The one rank of its pipeline stage that hands weights over."""
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and self.dp_rank == 0
+
+    def stream_weights(self, bucket_bytes: int) -> Iterator[weights_io.Bucket]:
+        """Full HF tensors of this rank's pipeline stage (collective over its tensor-parallel group)."""
+        return weights_io.stream_hf_tensors(self.gpt, self.shape, bucket_bytes)
+
+    def stream_gradients(self, bucket_bytes: int) -> Iterator[weights_io.Bucket]:
+        """The last update's gradients, as clipped, under HF names. The distributed optimizer leaves every data-parallel
+        rank with its shard only; the shards are gathered first. Collective over all ranks of the stage."""
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for buffer in self.model.buffers:
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+        return weights_io.stream_hf_tensors(self.gpt, self.shape, bucket_bytes, value=lambda p: p.main_grad)
+
+    def save(self, folder: str | Path) -> None:
+        checkpoint.save(Path(folder), self.model, self.optimizer)
+
+    def load(self, folder: str | Path) -> None:
+        checkpoint.load(Path(folder), self.model, self.optimizer)
+
+
+def _keep_logprobs(batch: DeviceBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    return output.sum(), torch.tensor(batch.num_valid, dtype=torch.int), {"logprobs": output[0].detach()}
+
+
+def _objective(batch: DeviceBatch, output: Tensor, **settings: float) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """Megatron's contract with calculate_per_token_loss: (sum of w * N * term, local token count, statistics). The count is
+    summed over all ranks and divides every gradient once, so nothing here divides by a local count."""
+    logprobs, entropy = output
+    assert batch.old_logprobs is not None, "old_logprobs() comes before update()"
+    loss, stats = dapo_objective(
+        logprobs, batch.old_logprobs, batch.advantages, batch.weights, batch.mask, entropy=entropy, **settings
+    )
+    return loss, torch.tensor(batch.num_valid, dtype=torch.int), stats

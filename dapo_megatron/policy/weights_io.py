@@ -1,0 +1,77 @@
+"""Weights in and out of this rank's model through the one mapping table: load from an HF folder, stream to HF tensors."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from dapo_megatron.weights.hf_folder import HFFolder
+from dapo_megatron.weights.mapping import ModelShape, check_hf_names, is_sharded, rule_of, rules_for, to_hf, to_megatron
+
+Bucket = list[tuple[str, Tensor]]
+
+
+def named_parameters(model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
+    """(name with the global layer number, parameter, is it the second copy of a tied embedding)."""
+    for name, param in model.named_parameters():
+        if name.startswith("decoder.layers."):
+            local = int(name.split(".")[2])
+            layer = model.decoder.layers[local].layer_number - 1  # type: ignore[union-attr,index]
+            name = ".".join(["decoder", "layers", str(layer), *name.split(".")[3:]])
+        copy = shape.tied and name == "output_layer.weight"
+        yield ("embedding.word_embeddings.weight" if copy else name), param, copy
+
+
+def load_hf_weights(model: torch.nn.Module, folder: HFFolder, shape: ModelShape) -> None:
+    """Fill this rank's parameters. Errors: a tensor missing, unknown or of the wrong shape is named."""
+    check_hf_names(folder.names(), shape, str(folder.path))
+    rules = rules_for(shape)
+    tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
+    with torch.no_grad():
+        for name, param, _ in named_parameters(model, shape):
+            rule, layer = rule_of(name, rules)
+            names = rule.hf_names(layer)
+            value = to_megatron(rule, [folder.tensor(n) for n in names], shape, rank, tp)
+            if value.shape != param.shape:
+                raise ValueError(
+                    f"{folder.path}: {', '.join(names)} give {tuple(value.shape)}, config.json says {tuple(param.shape)}"
+                )
+            param.copy_(value)
+
+
+def _weight(param: torch.nn.Parameter) -> Tensor:
+    return param.detach()
+
+
+def stream_hf_tensors(
+    model: torch.nn.Module, shape: ModelShape, bucket_bytes: int, value: Callable[[Any], Tensor] = _weight
+) -> Iterator[Bucket]:
+    """This pipeline stage's weights (or what `value` takes of each parameter) as full HF tensors, bucket by bucket.
+
+    Collective over the tensor-parallel group, all of whose ranks get them. Only one bucket (and the largest tensor) is held
+    at a time.
+    """
+    rules = rules_for(shape)
+    group = parallel_state.get_tensor_model_parallel_group()
+    bucket: Bucket = []
+    size = 0
+    for name, param, copy in named_parameters(model, shape):
+        if copy:
+            continue
+        rule, layer = rule_of(name, rules)
+        local = value(param).contiguous()
+        shards = [local]
+        if is_sharded(rule) and group.size() > 1:
+            shards = [torch.empty_like(local) for _ in range(group.size())]
+            dist.all_gather(shards, local, group=group)
+        for hf_name, tensor in zip(rule.hf_names(layer), to_hf(rule, shards, shape), strict=True):
+            if bucket and size + tensor.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append((hf_name, tensor.contiguous()))
+            size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,107 @@
+"""Reading and writing HF model folders: safetensors, one tensor at a time. Pickled weights are refused, never unpickled."""
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+class HFFolder:
+    """A folder with config.json and *.safetensors (one file, or several with an index)."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        config = self.path / "config.json"
+        if not config.is_file():
+            raise ValueError(f"{self.path}: no config.json: not an HF model folder")
+        self.config: dict[str, Any] = json.loads(config.read_text())
+        self._files = self._locate()
+        self._open: dict[str, Any] = {}
+
+    def _locate(self) -> dict[str, str]:
+        index = self.path / "model.safetensors.index.json"
+        if index.is_file():
+            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            missing = sorted({f for f in files.values() if not (self.path / f).is_file()})
+            if missing:
+                raise ValueError(f"{index}: names files that are not there: {', '.join(missing)}")
+            return files
+        names = sorted(p.name for p in self.path.glob("*.safetensors"))
+        if not names:
+            raise ValueError(f"{self.path}: no *.safetensors (pickled weights are not read: convert them first)")
+        return {tensor: name for name in names for tensor in self._handle_of(name).keys()}  # noqa: SIM118 - not a dict
+
+    def _handle_of(self, file: str) -> Any:
+        try:
+            return safe_open(self.path / file, framework="pt")
+        except Exception as error:  # safetensors raises its own type for truncated headers
+            raise ValueError(f"{self.path / file}: unreadable safetensors file ({error})") from error
+
+    def names(self) -> list[str]:
+        return list(self._files)
+
+    def tensor(self, name: str) -> Tensor:
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = self._handle_of(file)
+        return self._open[file].get_tensor(name)
+
+
+def write_hf_folder(
+    out: Path, tensors: Iterable[tuple[str, Tensor]], source: Path, dtype: str, max_shard_bytes: int = 5 * 10**9
+) -> None:
+    """Stream tensors into safetensors shards beside the source folder's config, generation config and tokenizer.
+
+    The folder gets its final name only when it is whole.
+    """
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for file in source.iterdir():
+        if file.suffix in {".json", ".jinja", ".model", ".txt"} and "safetensors" not in file.name:
+            shutil.copy(file, partial / file.name)
+    config = json.loads((partial / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = dtype
+    (partial / "config.json").write_text(json.dumps(config, indent=2))
+    shards: list[list[str]] = []
+    total_bytes = 0
+    pending: dict[str, Tensor] = {}
+
+    def flush() -> None:
+        if pending:
+            save_file(pending, partial / f"shard-{len(shards)}", metadata={"format": "pt"})
+            shards.append(list(pending))
+            pending.clear()
+
+    pending_bytes = 0
+    for name, tensor in tensors:
+        if pending_bytes and pending_bytes + tensor.nbytes > max_shard_bytes:
+            flush()
+            pending_bytes = 0
+        pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        pending_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
+    flush()
+    _name_shards(partial, shards, total_bytes)
+    if out.exists():
+        shutil.rmtree(out)
+    partial.rename(out)
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
+    if len(shards) == 1:
+        (folder / "shard-0").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for i, names in enumerate(shards):
+        final = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"shard-{i}").rename(folder / final)
+        weight_map.update(dict.fromkeys(names, final))
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

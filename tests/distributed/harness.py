@@ -1,0 +1,183 @@
+"""Small models on disk, a fixed uneven mini-batch, the plain transformers reference, and gloo ranks that run a Policy."""
+
+import multiprocessing as mp
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dapo_megatron.algo.packing import pack_minibatch
+from dapo_megatron.algo.samples import set_weights
+from dapo_megatron.config import Config, ModelConfig, ParallelConfig
+from dapo_megatron.records import Sample
+
+VOCAB = 67  # not a multiple of 2: vocabulary padding is always at work
+COMMON = dict(
+    hidden_size=48,
+    intermediate_size=80,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=VOCAB,
+    max_position_embeddings=128,
+    initializer_range=0.2,
+)
+MODELS: dict[str, dict[str, Any]] = {
+    "llama_untied": dict(model_type="llama", tie_word_embeddings=False, **COMMON),
+    "llama_tied": dict(model_type="llama", tie_word_embeddings=True, **COMMON),
+    "qwen2_tied": dict(model_type="qwen2", tie_word_embeddings=True, **COMMON),
+    "qwen3_untied": dict(model_type="qwen3", tie_word_embeddings=False, head_dim=16, **COMMON),
+}
+
+
+def make_model(name: str, folder: Path) -> Path:
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    settings = dict(MODELS[name])
+    config = CONFIG_MAPPING[settings.pop("model_type")](**settings)
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for param in model.parameters():  # norms and biases away from 1 and 0, so that swapping them is seen
+            if param.ndim == 1:
+                param.add_(0.1 * torch.randn_like(param))
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_samples(seed: int = 3, num_groups: int = 3, group_size: int = 3) -> list[Sample]:
+    """Uneven lengths from 1 token up, one masked response, one longer than the others together."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for group in range(num_groups):
+        prompt_len = int(rng.integers(2, 9))
+        for i in range(group_size):
+            length = 60 if (group, i) == (1, 0) else int(rng.integers(1, 8))
+            samples.append(
+                Sample(
+                    token_ids=rng.integers(0, VOCAB, prompt_len + length).astype(np.int32),
+                    prompt_len=prompt_len,
+                    rollout_logprobs=rng.normal(-4, 0.1, length).astype(np.float32),
+                    stale=np.zeros(length, bool),
+                    mask=np.full(length, (group, i) != (2, 1)),
+                    advantages=np.full(length, rng.normal(), np.float32),
+                    weights=np.zeros(length),
+                    group=group,
+                )
+            )
+    return samples
+
+
+def make_config(tp: int = 1, pp: int = 1, dp: int = 1, sequence_parallel: bool = False, **rest: Any) -> Config:
+    cfg = Config(model=ModelConfig(path="unused", dtype="float32"))
+    cfg.parallel = ParallelConfig(tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, logprob_chunk_tokens=16)
+    cfg.rollout.max_response_tokens = 64
+    cfg.rollout.temperature = 0.8
+    cfg.optimizer.clip_grad = 1e9  # the gradients themselves are compared
+    for key, value in rest.items():
+        section, name = key.split("__")
+        setattr(getattr(cfg, section), name, value)
+    return cfg
+
+
+def pack(samples: list[Sample], cfg: Config) -> list[list[Any]]:
+    set_weights(samples, cfg.algorithm.aggregation, cfg.rollout.max_response_tokens)
+    return pack_minibatch(
+        samples,
+        cfg.parallel.dp,
+        cfg.parallel.max_tokens_per_microbatch,
+        cfg.parallel.tp if cfg.parallel.sequence_parallel else 1,
+    )
+
+
+def reference(model_dir: Path, samples: list[Sample], cfg: Config, old: list[np.ndarray] | None = None) -> dict[str, Any]:
+    """Loss, gradients and per-sample log-probs by transformers and autograd in fp64, from the formula (not our objective)."""
+    from transformers import AutoModelForCausalLM
+
+    set_weights(samples, cfg.algorithm.aggregation, cfg.rollout.max_response_tokens)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="eager")
+    algorithm = cfg.algorithm
+    total = torch.zeros((), dtype=torch.float64)
+    logprobs = []
+    for i, sample in enumerate(samples):
+        ids = torch.tensor(sample.token_ids[None], dtype=torch.long)
+        logits = model(ids).logits[0, sample.prompt_len - 1 : -1] / cfg.rollout.temperature
+        logp_all = logits.log_softmax(-1)
+        logp = logp_all.gather(1, ids[0, sample.prompt_len :, None])[:, 0]
+        before = logp.detach() if old is None else torch.tensor(old[i], dtype=torch.float64)
+        ratio = (logp - before).exp()
+        advantage = torch.tensor(sample.advantages, dtype=torch.float64)
+        clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+        term = torch.minimum(ratio * advantage, clipped * advantage)
+        entropy = -(logp_all.exp() * logp_all).sum(-1)
+        weight = torch.tensor(sample.weights) * torch.tensor(sample.mask)
+        total = total - (weight * (term + algorithm.entropy_coef * entropy)).sum()
+        logprobs.append(logp.detach().numpy())
+    total.backward()
+    grads = {n: p.grad for n, p in model.named_parameters()}
+    return {"loss": total.item(), "grads": grads, "logprobs": logprobs}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(connection: Any) -> None:
+    """A rank's process: importing Megatron takes longer than a test, so processes live as long as the test session."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    from megatron.core import parallel_state
+
+    from dapo_megatron.policy.policy import init_distributed
+
+    while (job := connection.recv()) is not None:
+        target, rank, world, port, args = job
+        try:
+            init_distributed(rank, world, f"127.0.0.1:{port}", timeout_s=60)
+            reply = (True, pickle.dumps(target(rank, *args)))
+            torch.distributed.barrier()
+        except Exception:
+            reply = (False, traceback.format_exc())
+        if torch.distributed.is_initialized():
+            parallel_state.destroy_model_parallel()
+            torch.distributed.destroy_process_group()
+        connection.send(reply)
+
+
+class RankPool:
+    """Processes that become gloo ranks, job after job."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[Any, Any]] = []
+
+    def run(self, target: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+        """target(rank, *args) on `world` ranks; the results in rank order."""
+        while len(self._workers) < world:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            self._workers.append((process, ours))
+        port = free_port()
+        for rank in range(world):
+            self._workers[rank][1].send((target, rank, world, port, args))
+        replies = [connection.recv() for _, connection in self._workers[:world]]
+        failures = [text for ok, text in replies if not ok]
+        assert not failures, "\n".join(failures)
+        return [pickle.loads(data) for _, data in replies]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.send(None)
+            process.join(timeout=20)
+            if process.is_alive():
+                process.kill()
