@@ -1,10 +1,11 @@
-"""The whole configuration as typed dataclasses. Validation lives in `validation.py`; neither imports torch, ray or megatron.
+"""The whole configuration as typed dataclasses. Reading lives in `config_io.py`, validation in `validation.py`; none
+of them imports torch, ray or megatron.
 
 Every field is documented where it stands. Lengths are in tokens, times in seconds.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 
 @dataclass
@@ -17,10 +18,10 @@ class RunConfig:
 
 @dataclass
 class ModelConfig:
-    # An HF folder, a folder with one GGUF file, a .gguf file, a hub id, `package:NAME` (an installed Python package that
-    # carries weights), or `random` (see random_model).
+    # An HF folder, a folder with one GGUF file, a .gguf file, a hub id, `package:NAME` (an installed Python package
+    # that carries weights), or `random` (see random_model).
     path: str = ""
-    dtype: str = "bfloat16"  # training's forward and backward: bfloat16 (fp32 master weights) or float32
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of forward and backward; bfloat16 has fp32 master weights
     # With path: random. Keys of transformers' config class of model_type: {model_type: llama, hidden_size: 64, ...}.
     # The vocabulary is that of the built-in character tokenizer.
     random_model: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class SourceConfig:
 class DataConfig:
     train: SourceConfig = field(default_factory=SourceConfig)
     eval: SourceConfig = field(default_factory=SourceConfig)
-    format: str = "chat"  # chat: the tokenizer's chat template; plain: the text itself
+    format: Literal["chat", "plain"] = "chat"  # chat: the tokenizer's chat template; plain: the text itself
     system: str = ""  # system turn; empty: none is added by us
     few_shot: list[list[str]] = field(default_factory=list)  # [[question, reply], ...] as earlier turns
     template: str = "{prompt}"  # put around every problem's text (the last user turn)
@@ -54,10 +55,10 @@ class DataConfig:
 
 @dataclass
 class RolloutConfig:
-    engine: str = "sglang"  # sglang, local
+    engine: Literal["sglang", "local"] = "sglang"  # local: in this process, repeats bit for bit, for debugging
     num_servers: int = 1
     tp: int = 1  # tensor parallel size of each server
-    dtype: str = "auto"  # auto: the model's dtype
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: the model's dtype
     max_response_tokens: int = 20480
     temperature: float = 1.0
     top_p: float = 1.0
@@ -78,9 +79,10 @@ class SamplingConfig:
     dynamic: bool = True  # False: every group is kept
     prompts_per_step: int = 512  # groups a step trains on
     samples_per_prompt: int = 16
-    surplus: str = "rewind"  # what was sampled past the last accepted group: rewind or carry
+    surplus: Literal["rewind", "carry"] = "rewind"  # what becomes of groups sampled past the last accepted one
     max_groups_factor: float = 10.0  # budget: at most this many times prompts_per_step groups are sampled in a step
-    on_budget: str = "smaller_batch"  # smaller_batch (train on what there is) or stop (end the run with an error)
+    # Over budget: train on what there is, or end the run with an error.
+    on_budget: Literal["smaller_batch", "stop"] = "smaller_batch"
 
 
 @dataclass
@@ -103,12 +105,13 @@ class RewardConfig:
 
 @dataclass
 class AlgorithmConfig:
-    advantage: str = "group_norm"  # group_norm: (R - mean) / (std + eps); mean_only: R - mean
+    # group_norm: (R - mean) / (std + eps); mean_only: R - mean
+    advantage: Literal["group_norm", "mean_only"] = "group_norm"
     std_eps: float = 1e-6
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float = 0.0  # c of the dual clip, > 1; 0: off
-    aggregation: str = "token"  # token, group_token, sequence, constant
+    aggregation: Literal["token", "group_token", "sequence", "constant"] = "token"
     entropy_coef: float = 0.0
 
 

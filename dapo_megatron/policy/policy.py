@@ -149,7 +149,9 @@ class Policy:
         success, grad_norm, _ = self.optimizer.step()
         if not success:
             raise RuntimeError(f"optimizer step refused: gradient norm {grad_norm}")
-        return {**merge_stats(stats), "grad_norm_max": float(grad_norm)} if self._reports() else {}
+        if not self._reports():
+            return {}
+        return {"grad_norm_max": float(grad_norm), **{name: float(value) for name, value in merge_stats(stats).items()}}
 
     def _run(self, batches: list[DeviceBatch], loss: Any, forward_only: bool) -> list[dict[str, Any]]:
         def forward_step(iterator: Iterator[DeviceBatch], ddp: Any) -> tuple[Tensor, Any]:

@@ -1,5 +1,6 @@
-"""What a rollout engine is: token ids in, token ids with log-probs out, and weights that can be replaced under a version."""
+"""What a rollout engine is: token ids in, token ids with log-probs out; weights can be replaced under a version."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +38,10 @@ class WeightSender(Protocol):
         """Hand over named HF tensors (torch, full, unsharded) and return when the engine has taken them."""
         ...
 
+    def checksums(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
+        """What `RolloutEngine.checksums` has to answer for these HF tensors (full, whole layers). Needs no open."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -64,9 +69,10 @@ class RolloutEngine(Protocol):
         ...
 
     async def prompt_logprobs(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        """float32 [len - 1]: the log-prob of each token but the first, at temperature 1, as the engine's weights see it."""
+        """float32 [len - 1]: the log-prob of each token but the first, at temperature 1, by the engine's weights."""
         ...
 
     async def checksums(self) -> list[dict[str, str]]:
-        """One mapping HF name -> checksum of its fp32 bytes for each engine (see weights.publish.checksum)."""
+        """For each engine, its own parameter names -> checksum. They equal what `WeightSender.checksums` makes of the
+        trainer's tensors (the union over senders) if the engine holds the same values."""
         ...

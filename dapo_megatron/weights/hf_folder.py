@@ -52,56 +52,54 @@ class HFFolder:
         return self._open[file].get_tensor(name)
 
 
-def write_hf_folder(
-    out: Path, tensors: Iterable[tuple[str, Tensor]], source: Path, dtype: str, max_shard_bytes: int = 5 * 10**9
-) -> None:
-    """Stream tensors into safetensors shards beside the source folder's config, generation config and tokenizer.
-
-    The folder gets its final name only when it is whole.
-    """
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+def start_folder(folder: Path, source: Path, dtype: str) -> None:
+    """A new folder with the source's config, generation config and tokenizer; the config says `dtype`."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     for file in source.iterdir():
         if file.suffix in {".json", ".jinja", ".model", ".txt"} and "safetensors" not in file.name:
-            shutil.copy(file, partial / file.name)
-    config = json.loads((partial / "config.json").read_text())
+            shutil.copy(file, folder / file.name)
+    config = json.loads((folder / "config.json").read_text())
     config.pop("torch_dtype", None)
     config["dtype"] = dtype
-    (partial / "config.json").write_text(json.dumps(config, indent=2))
-    shards: list[list[str]] = []
-    total_bytes = 0
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+
+
+def write_shards(
+    folder: Path, prefix: str, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = 5 * 10**9
+) -> dict[str, dict[str, int]]:
+    """Stream tensors into files of at most max_shard_bytes (a larger tensor has one of its own).
+
+    Returns for each file its tensors' names and bytes, for finish_folder.
+    """
+    shards: dict[str, dict[str, int]] = {}
     pending: dict[str, Tensor] = {}
 
     def flush() -> None:
-        if pending:
-            save_file(pending, partial / f"shard-{len(shards)}", metadata={"format": "pt"})
-            shards.append(list(pending))
-            pending.clear()
+        file = f"{prefix}-{len(shards)}.part"
+        save_file(pending, folder / file, metadata={"format": "pt"})
+        shards[file] = {name: tensor.nbytes for name, tensor in pending.items()}
+        pending.clear()
 
-    pending_bytes = 0
     for name, tensor in tensors:
-        if pending_bytes and pending_bytes + tensor.nbytes > max_shard_bytes:
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > max_shard_bytes:
             flush()
-            pending_bytes = 0
         pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        pending_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-    flush()
-    _name_shards(partial, shards, total_bytes)
-    if out.exists():
-        shutil.rmtree(out)
-    partial.rename(out)
+    if pending:
+        flush()
+    return shards
 
 
-def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> None:
+def finish_folder(folder: Path, shards: list[tuple[str, dict[str, int]]]) -> None:
+    """Give the shards that write_shards wrote their final names, and write the index if there are several."""
     if len(shards) == 1:
-        (folder / "shard-0").rename(folder / "model.safetensors")
+        (folder / shards[0][0]).rename(folder / "model.safetensors")
         return
     weight_map = {}
-    for i, names in enumerate(shards):
+    for i, (file, tensors) in enumerate(shards):
         final = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        (folder / f"shard-{i}").rename(folder / final)
-        weight_map.update(dict.fromkeys(names, final))
+        (folder / file).rename(folder / final)
+        weight_map.update(dict.fromkeys(tensors, final))
+    total_bytes = sum(sum(tensors.values()) for _, tensors in shards)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))

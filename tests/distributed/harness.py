@@ -97,7 +97,9 @@ def pack(samples: list[Sample], cfg: Config) -> list[list[Any]]:
     )
 
 
-def reference(model_dir: Path, samples: list[Sample], cfg: Config, old: list[np.ndarray] | None = None) -> dict[str, Any]:
+def reference(
+    model_dir: Path, samples: list[Sample], cfg: Config, old: list[np.ndarray] | None = None
+) -> dict[str, Any]:
     """Loss, gradients and per-sample log-probs by transformers and autograd in fp64, from the formula (not our objective)."""
     from transformers import AutoModelForCausalLM
 
@@ -164,7 +166,7 @@ class RankPool:
         """target(rank, *args) on `world` ranks; the results in rank order."""
         while len(self._workers) < world:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(target=_serve, args=(theirs,))  # not daemonic: checkpointing spawns
             process.start()
             self._workers.append((process, ours))
         port = free_port()

@@ -1,0 +1,119 @@
+"""The `dapo` command. Exit codes: 0 done, 1 the run failed, 2 wrong use or configuration, 130 interrupted."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from dapo_megatron.config import Config
+from dapo_megatron.config_io import ConfigError, Problem, config_hash, resolved_yaml
+from dapo_megatron.layout import layout_text
+from dapo_megatron.validation import load_valid_config
+
+NUM_SHOWN = 3  # prompts that `dapo data` prints
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return the exit code; errors meant for users are one line each, without a traceback."""
+    args = _parse(argv)
+    config: Config | None = None
+    try:
+        dry_run = getattr(args, "dry_run", False)
+        config, warnings = load_valid_config(args.config, args.overrides, dry_run=dry_run)
+        _print_warnings(warnings)
+        return int(args.run(config, args))
+    except ConfigError as error:
+        print(f"{args.config}: {len(error.problems)} error(s), nothing was started", file=sys.stderr)
+        for problem in error.problems:
+            print(f"  {problem}", file=sys.stderr)
+        return 2
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"dapo: {' '.join(str(error).split()) or type(error).__name__}{_keep_traceback(config)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("dapo: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand before, between and after options, which argparse alone doesn't allow within a subcommand."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    unknown = [word for word in rest if word.startswith("-")]
+    if unknown:
+        parser.error(f"unknown option {' '.join(unknown)}; see dapo --help")
+    args.overrides += rest
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dapo", description="Train language models with DAPO on Megatron-Core.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train a model", description="Train a model as a configuration says.")
+    train.add_argument(
+        "--resume",
+        default="auto",
+        metavar="auto|never|PATH",
+        help="auto (default): go on from the run's last checkpoint, if any; never: start anew; PATH: a checkpoint",
+    )
+    train.add_argument(
+        "--dry-run", action="store_true", help="print the resolved configuration and the process layout, start nothing"
+    )
+    train.set_defaults(run=_train)
+    data = commands.add_parser("data", help="show prompts", description="Show the prompts that a run would train on.")
+    data.set_defaults(run=_data)
+    for command in (train, data):
+        command.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as run.steps=5")
+    return parser
+
+
+def _train(config: Config, args: argparse.Namespace) -> int:
+    if args.dry_run:
+        print(f"# resolved configuration, hash {config_hash(config)}\n{resolved_yaml(config)}")
+        print(layout_text(config))
+        return 0
+    from dapo_megatron.train import main as train
+
+    return train(config, args.resume)
+
+
+def _data(config: Config, args: argparse.Namespace) -> int:
+    from dapo_megatron.setup import prepare
+
+    prepared = prepare(config)
+    stream = prepared.stream
+    for _ in range(NUM_SHOWN):
+        prompt = stream.next()
+        print(f"--- prompt {prompt.index}, uid {prompt.uid}, {len(prompt.token_ids)} tokens, gold {prompt.gold!r}")
+        print(prepared.decode(prompt.token_ids))
+    print(
+        f"--- {prepared.num_rows} problems, {stream.num_skipped_too_long} of them skipped as longer than "
+        f"{config.data.max_prompt_tokens} tokens; {len(prepared.eval_prompts)} held out"
+    )
+    return 0
+
+
+def _print_warnings(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        where = "this machine: " if problem.severity == "machine" else ""
+        print(f"warning: {where}{problem}", file=sys.stderr)
+
+
+def _keep_traceback(config: Config | None) -> str:
+    """Write the current traceback into the run's folder; says where, or prints it if even that fails."""
+    if config is None:
+        return ""
+    log = Path(config.run.dir).expanduser() / config.run.name / "error.log"
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(traceback.format_exc(), encoding="utf-8")
+    except OSError:
+        traceback.print_exc()
+        return ""
+    return f" (details: {log})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The Ray session a run lives in: a local one of its own, or an existing cluster if RAY_ADDRESS is set."""
+
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# `uv run` would make Ray rebuild the environment for every worker; ours is there already.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+
+import ray  # noqa: E402 - after the setting above
+from ray.exceptions import RayActorError, RayTaskError  # noqa: E402
+
+LOCAL_OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids; Ray's default takes 30% of a laptop's memory
+
+
+@contextmanager
+def ray_session() -> Iterator[None]:
+    """Everything that the run started in Ray is gone afterwards, whatever ended it."""
+    address = os.environ.get("RAY_ADDRESS")
+    options: dict[str, Any] = {"address": address} if address else {"object_store_memory": LOCAL_OBJECT_STORE_BYTES}
+    if not address:
+        options["include_dashboard"] = False
+        options["_node_ip_address"] = "127.0.0.1"  # nothing of a local run listens to the network
+    ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def get_all(refs: Iterable[Any]) -> list[Any]:
+    """Results in order; the first failure of any of them raises at once, since the others may wait for it for ever."""
+    refs = list(refs)
+    pending = list(refs)
+    while pending:
+        ready, pending = ray.wait(pending, num_returns=1)
+        _get(ready[0])
+    return ray.get(refs)
+
+
+def _get(ref: Any) -> Any:
+    try:
+        return ray.get(ref)
+    except RayActorError as error:
+        raise RuntimeError(f"a process of the run died (out of memory, or killed?): {error}") from error
+    except RayTaskError as error:
+        raise unwrapped(error) from error
+
+
+def unwrapped(error: RayTaskError) -> Exception:
+    """The worker's own exception where it is one that our users may get to read, so that it reads the same as without Ray."""
+    cause = error.cause
+    return cause if isinstance(cause, ValueError | RuntimeError | OSError) else RuntimeError(str(error))
+
+
+def redirect_output(log: str) -> None:
+    """In a worker: what it and its children print goes into the run's folder."""
+    Path(log).parent.mkdir(parents=True, exist_ok=True)
+    file = open(log, "a", buffering=1)  # noqa: SIM115 - lives as long as the process
+    os.dup2(file.fileno(), sys.stdout.fileno())
+    os.dup2(file.fileno(), sys.stderr.fileno())

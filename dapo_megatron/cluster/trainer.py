@@ -1,0 +1,106 @@
+"""The trainer ranks as Ray actors, and the group through which the controller speaks to all of them."""
+
+import os
+import socket
+from typing import Any
+
+import ray
+
+from dapo_megatron.cluster.session import get_all, redirect_output
+from dapo_megatron.config import Config
+from dapo_megatron.records import MicroBatch
+
+Share = list[list[MicroBatch]]  # [mini-batch][micro-batch] of one data-parallel rank
+
+
+@ray.remote
+class TrainerRank:
+    """One Megatron rank. Built in two steps, since rank 0's address must be known before any can start."""
+
+    def __init__(self, log: str) -> None:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        redirect_output(log)
+        self._worker: Any = None
+
+    def address(self) -> str:
+        with socket.socket() as s:
+            s.bind(("", 0))
+            return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+
+    def start(self, cfg: Config, model_dir: str, rank: int, world_size: int, master: str) -> dict[str, Any]:
+        from dapo_megatron.policy.worker import PolicyWorker
+
+        self._worker = PolicyWorker(cfg, model_dir, rank, world_size, master)
+        return self._worker.describe()
+
+    def call(self, method: str, *args: Any) -> Any:
+        return getattr(self._worker, method)(*args)
+
+
+class PolicyGroup:
+    """All trainer ranks. Calls return when every rank has; a rank's failure is raised here."""
+
+    def __init__(self, actors: list[Any], cfg: Config, model_dir: str) -> None:
+        self._actors, self._cfg, self._model_dir = actors, cfg, model_dir
+        self.facts: list[dict[str, Any]] = []  # by rank, see PolicyWorker.describe
+
+    def begin_start(self) -> list[Any]:
+        """Start loading on every rank; finish with end_start. In two parts so that servers can load meanwhile."""
+        master = get_all([self._actors[0].address.remote()])[0]
+        world = len(self._actors)
+        return [
+            actor.start.remote(self._cfg, self._model_dir, rank, world, master)
+            for rank, actor in enumerate(self._actors)
+        ]
+
+    def end_start(self, started: list[Any]) -> None:
+        self.facts = get_all(started)
+
+    def kernels(self) -> dict[str, object]:
+        """For the console's header: which parts were chosen, TE, apex or torch."""
+        facts = self.facts[0]
+        return {"kernels": f"layers {facts['layers']}, optimizer {facts['optimizer']}, on {facts['device']}"}
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        return get_all([actor.call.remote(method, *args) for actor in self._actors])
+
+    def load_batch(self, shares: list[Share]) -> None:
+        """shares[dp rank]. Each goes into the object store once; every rank fetches its own."""
+        refs = [ray.put(share) for share in shares]
+        get_all(
+            [
+                actor.call.remote("load_batch", refs[facts["dp_rank"]])
+                for actor, facts in zip(self._actors, self.facts, strict=True)
+            ]
+        )
+
+    def old_logprobs(self) -> list[dict[str, float]]:
+        """Statistics of each model replica."""
+        return [stats for stats in self._all("old_logprobs") if stats]
+
+    def update(self, index: int, lr: float) -> list[dict[str, float]]:
+        """Statistics of each model replica."""
+        return [stats for stats in self._all("update", index, lr) if stats]
+
+    def open_senders(self, senders: list[Any]) -> None:
+        self._all("open_senders", senders)
+
+    def send_weights(self, version: int) -> None:
+        self._all("send_weights", version)
+
+    def checksums(self) -> list[dict[str, str]]:
+        """For each engine, what it must hold: the union over pipeline stages."""
+        parts = [part for part in self._all("checksums") if part]
+        return [{k: v for part in parts for k, v in part[engine].items()} for engine in range(len(parts[0]))]
+
+    def peak_memory_gb(self) -> float:
+        return max(self._all("peak_memory_gb"))
+
+    def save(self, folder: str) -> None:
+        self._all("save", folder)
+
+    def load(self, folder: str) -> None:
+        self._all("load", folder)
+
+    def export_hf(self, out: str) -> None:
+        self._all("export_hf", out)

@@ -1,0 +1,86 @@
+"""Which process does what and where: computed from the configuration alone, printed by --dry-run."""
+
+import math
+from dataclasses import dataclass
+
+from dapo_megatron.config import Config
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    rank: int
+    tp: int
+    dp: int
+    pp: int
+    node: int
+    gpu: int  # within the node
+
+
+@dataclass(frozen=True)
+class ServerPlace:
+    server: int
+    node: int
+    gpus: tuple[int, ...]
+    port: int  # 0: any free one
+
+
+def rank_places(config: Config) -> list[RankPlace]:
+    """All Megatron ranks. Megatron counts tensor-parallel ranks fastest, then data-parallel, then pipeline stages."""
+    p, per_node = config.parallel, config.cluster.gpus_per_node
+    return [
+        RankPlace(
+            rank=rank,
+            tp=rank % p.tp,
+            dp=rank // p.tp % p.dp,
+            pp=rank // (p.tp * p.dp),
+            node=rank // per_node,
+            gpu=rank % per_node,
+        )
+        for rank in range(config.world_size)
+    ]
+
+
+def server_places(config: Config) -> list[ServerPlace]:
+    """All rollout servers: on the trainer's GPUs if colocated, else on those after them; none is split over nodes."""
+    r, per_node = config.rollout, config.cluster.gpus_per_node
+    places = []
+    slot = 0 if config.cluster.colocate else config.world_size
+    for server in range(r.num_servers):
+        if r.tp <= per_node and slot % per_node + r.tp > per_node:
+            slot = math.ceil(slot / per_node) * per_node
+        gpus = tuple((slot + i) % per_node for i in range(r.tp))
+        places.append(ServerPlace(server, slot // per_node, gpus, r.base_port + server if r.base_port else 0))
+        slot += r.tp
+    return places
+
+
+def layout_text(config: Config) -> str:
+    """The process layout for people. Node and GPU numbers hold on GPUs; on CPU all processes share one machine."""
+    c, p, s = config, config.parallel, config.sampling
+    ranks, servers = rank_places(c), server_places(c)
+    nodes = 1 + max([r.node for r in ranks] + [s.node for s in servers])
+    lines = [f"Trainer: {len(ranks)} Megatron ranks = tp {p.tp} x pp {p.pp} x dp {p.dp}"]
+    lines += [f"  {'rank':>5} {'tp':>3} {'pp':>3} {'dp':>3} {'node':>5} {'gpu':>4}"]
+    lines += [f"  {r.rank:>5} {r.tp:>3} {r.pp:>3} {r.dp:>3} {r.node:>5} {r.gpu:>4}" for r in ranks]
+    where = "on the trainer's GPUs" if c.cluster.colocate else "on GPUs of their own"
+    lines += [f"Rollout: {len(servers)} {c.rollout.engine} engine(s), tp {c.rollout.tp}, {where}"]
+    lines += [f"  {'server':>6} {'node':>5} {'gpus':>8} {'port':>6}"]
+    lines += [f"  {x.server:>6} {x.node:>5} {_span(x.gpus):>8} {x.port or 'any':>6}" for x in servers]
+    lines += [f"Reward: {c.reward.num_workers} worker(s), verifier {c.reward.verifier}"]
+    lines += [f"Nodes: {nodes} with {c.cluster.gpus_per_node} GPUs each; without GPUs all run on one machine's cores"]
+    responses = s.prompts_per_step * s.samples_per_prompt
+    updates = math.ceil(s.prompts_per_step / c.optimizer.prompts_per_minibatch)
+    per_update = c.optimizer.prompts_per_minibatch * s.samples_per_prompt
+    lines += [
+        f"A step: {s.prompts_per_step} prompts x {s.samples_per_prompt} samples = {responses} responses to train on"
+    ]
+    if s.dynamic:
+        budget = int(s.max_groups_factor * s.prompts_per_step)
+        lines += [f"  dynamic sampling: until the batch is full, at most {budget} groups"]
+    lines += [f"  {updates} update(s) of {per_update} responses, {per_update / p.dp:g} for each data-parallel rank"]
+    lines += [f"The run: {c.run.steps} steps, {c.run.steps * updates} updates"]
+    return "\n".join(lines)
+
+
+def _span(gpus: tuple[int, ...]) -> str:
+    return str(gpus[0]) if len(gpus) == 1 else f"{gpus[0]}-{gpus[-1]}"

@@ -1,0 +1,171 @@
+"""Verifiers by name: each takes a response's text and the gold answer and gives a verdict.
+
+They are pure Python without signals, so they run in threads and worker processes, and they can be pickled. A time limit
+is the business of whoever runs them.
+"""
+
+import difflib
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dapo_megatron.reward import symbolic
+from dapo_megatron.reward.answers import (
+    SPECIAL_TOKEN,
+    canonical_number,
+    last_answer_line,
+    last_boxed,
+    normalize_answer,
+)
+
+# The published rule looks for the answer in the last 300 characters of a response.
+TAIL_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`extracted` is the answer as the verifier read it, None if the response holds none. `error` is the exception that
+    a verifier died of, as text; the response then counts as incorrect."""
+
+    correct: bool
+    extracted: str | None
+    error: str = ""
+
+
+Verifier = Callable[[str, str], Verdict]
+
+
+def math_dapo(text: str, gold: str, *, strict: bool = True) -> Verdict:
+    """The rule published with DAPO: the last `Answer:` line in the last 300 characters, normalised, equals the gold.
+
+    Beyond the published code, decoration (bold, delimiters, a box, a period) and spellings of the same number don't
+    make an answer wrong. strict=False also takes the last `\\boxed{}` of a response without an `Answer:` line.
+    """
+    tail = text[-TAIL_CHARACTERS:]
+    answer = last_answer_line(tail)
+    if answer is None and not strict:
+        answer = last_boxed(tail)
+    if answer is None:
+        return Verdict(False, None)
+    extracted = normalize_answer(answer)
+    return Verdict(bool(extracted) and extracted == normalize_answer(gold), extracted)
+
+
+def math_verify(text: str, gold: str) -> Verdict:
+    """Symbolic equality of the last box (or else the last `Answer:` line) with a LaTeX gold answer; see symbolic.py."""
+    extracted = symbolic.extract_expression(text)
+    if not extracted:
+        return Verdict(False, None)
+    return Verdict(symbolic.equivalent(_bare_latex(gold), extracted), extracted)
+
+
+def gsm8k(text: str, gold: str) -> Verdict:
+    """The one number after the last `####`, or else on the last `Answer:` line; `$` and commas don't count."""
+    marked = text.rpartition("####")
+    answer = marked[2].strip().partition("\n")[0] if marked[1] else last_answer_line(text)
+    numbers = re.findall(r"[+-]?\d[\d,]*(?:\.\d+)?", (answer or "").replace("\u2212", "-").replace("$", ""))
+    if len(numbers) != 1:  # a list of candidates is no answer
+        return Verdict(False, None)
+    extracted = canonical_number(numbers[0].rstrip(","))
+    return Verdict(extracted is not None and extracted == canonical_number(gold), extracted)
+
+
+def exact_answer(text: str, gold: str) -> Verdict:
+    """The response holds exactly one `Answer: N`, N an integer, and ends with it."""
+    text = SPECIAL_TOKEN.sub("", text)
+    match = re.search(r"(?i)Answer:\s*([+-]?\d+)\s*\Z", text)
+    if match is None or len(re.findall(r"(?i)Answer\s*:", text)) != 1:
+        return Verdict(False, None)
+    extracted = canonical_number(match[1])
+    return Verdict(extracted == canonical_number(gold), extracted)
+
+
+def choice(text: str, gold: str) -> Verdict:
+    """The response's first character is one of the gold answer's characters."""
+    return Verdict(bool(text) and text[0] in gold, text[0] if text else None)
+
+
+def reasoning_gym(text: str, gold: str) -> Verdict:
+    """reasoning-gym's own scorer on the extracted answer gives exactly 1.0.
+
+    `gold` is JSON with the item's question, answer and metadata. The answer is the last `<answer>...</answer>`, or else
+    all that follows the last `Answer:`. It is extracted first as scorers give partial credit for any text that holds
+    it.
+    """
+    item = json.loads(gold)
+    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
+    lines = re.split(r"(?i)Answer\s*:", SPECIAL_TOKEN.sub("", text))
+    if tagged:
+        extracted = tagged[-1].strip()
+    elif len(lines) > 1:
+        extracted = lines[-1].strip()
+    else:
+        return Verdict(False, None)
+    if extracted == item["answer"]:
+        return Verdict(True, extracted)
+    from reasoning_gym.factory import get_score_answer_fn
+
+    return Verdict(get_score_answer_fn(item["metadata"]["source_dataset"])(extracted, item) == 1.0, extracted)
+
+
+VERIFIERS: dict[str, Callable[..., Verdict]] = {
+    f.__name__: f for f in (math_dapo, math_verify, gsm8k, exact_answer, choice, reasoning_gym)
+}
+
+
+def make_verifier(name: str, args: dict[str, Any] | None = None) -> Verifier:
+    """The verifier `name` with its keyword arguments bound. ValueError for an unknown name or argument."""
+    function = VERIFIERS[_known("reward.verifier", name, list(VERIFIERS))]
+    keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for key in args or {}:
+        _known(f"reward.verifier_args of {name}", key, keywords)
+    return functools.partial(function, **(args or {}))
+
+
+def validate_gold(name: str, gold: str) -> None:
+    """ValueError if no response could ever match `gold` under verifier `name`."""
+    checks: dict[str, tuple[Callable[[str], Any], str]] = {
+        "math_dapo": (normalize_answer, "an answer that is not empty"),
+        "math_verify": (_readable_latex, "an expression that math-verify can read"),
+        "gsm8k": (canonical_number, "a number"),
+        "exact_answer": (lambda g: "." not in (canonical_number(g) or "."), "an integer"),
+        "choice": (len, "at least one character"),
+        "reasoning_gym": (_is_item, "a reasoning-gym item as JSON with answer and metadata"),
+    }
+    check, expected = checks[_known("reward.verifier", name, list(VERIFIERS))]
+    if not check(gold):
+        raise ValueError(f"gold answer {gold!r}: verifier {name} needs {expected}; correct the data or the verifier")
+
+
+def _known(field: str, value: str, known: list[str]) -> str:
+    if value in known:
+        return value
+    close = difflib.get_close_matches(value, known, 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise ValueError(f"{field}: {value!r} is unknown; {hint}known: {', '.join(known) or 'none'}")
+
+
+def _bare_latex(gold: str) -> str:
+    boxed = last_boxed(gold)
+    return gold.strip().strip("$") if boxed is None else boxed
+
+
+def _readable_latex(gold: str) -> bool:
+    bare = _bare_latex(gold)
+    if canonical_number(bare):  # most of them; parsing takes milliseconds
+        return True
+    return not symbolic.is_expensive(bare) and bool(symbolic.parse_expression(bare))
+
+
+def _is_item(gold: str) -> bool:
+    try:
+        item = json.loads(gold)
+    except ValueError:
+        return False
+    return (
+        isinstance(item, dict) and isinstance(item.get("answer"), str) and "source_dataset" in item.get("metadata", {})
+    )

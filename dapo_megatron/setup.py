@@ -1,0 +1,81 @@
+"""What a run needs before any process starts: model folder, tokenizer, prompts. Errors here cost seconds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dapo_megatron.cluster.cluster import Cluster
+from dapo_megatron.config import Config
+from dapo_megatron.data.sources import load_rows
+from dapo_megatron.data.stream import PromptStream, eval_prompts
+from dapo_megatron.records import Prompt
+from dapo_megatron.reward.verifiers import validate_gold
+from dapo_megatron.rollout.engine import SamplingParams
+from dapo_megatron.rollout.sampler import DynamicSampler
+from dapo_megatron.run_folder import RunFolder
+from dapo_megatron.weights.source import eos_token_ids, resolve_model
+
+
+@dataclass
+class Prepared:
+    cfg: Config
+    model_dir: Path
+    eos_ids: tuple[int, ...]
+    tokenizer: Any
+    stream: PromptStream
+    eval_prompts: list[Prompt]
+    num_rows: int
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids))
+
+    def facts(self, folder: RunFolder) -> dict[str, object]:
+        """For the console's header."""
+        parallel, rollout = self.cfg.parallel, self.cfg.rollout
+        layout = f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}" + (
+            ", sequence parallel" if parallel.sequence_parallel else ""
+        )
+        start = f", resuming after step {folder.resumed_step} ({folder.checkpoint})" if folder.checkpoint else ""
+        return {
+            "run": f"{folder.path}{start}",
+            "model": f"{self.cfg.model.path} ({self.cfg.model.dtype})",
+            "prompts": f"{self.num_rows} to train on, {len(self.eval_prompts)} held out",
+            "trainer": f"{self.cfg.world_size} rank(s): {layout}",
+            "rollout": f"{rollout.engine}, {rollout.num_servers} server(s)"
+            if rollout.engine == "sglang"
+            else rollout.engine,
+        }
+
+
+def prepare(cfg: Config) -> Prepared:
+    """Raises ValueError for a model, data set or gold answer that can't be used."""
+    from transformers import AutoTokenizer
+
+    model_dir = resolve_model(cfg.model)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    rows = load_rows(cfg.data.train)
+    for row in rows:
+        validate_gold(cfg.reward.verifier, row.gold)
+    held_out: list[Prompt] = []
+    if cfg.eval.every >= 0:
+        held_out = eval_prompts(load_rows(cfg.data.eval), tokenizer, cfg.data)
+        held_out = held_out[: cfg.eval.prompts or None]
+    return Prepared(
+        cfg=cfg,
+        model_dir=model_dir,
+        eos_ids=eos_token_ids(model_dir),
+        tokenizer=tokenizer,
+        stream=PromptStream(rows, tokenizer, cfg.data, cfg.run.seed),
+        eval_prompts=held_out,
+        num_rows=len(rows),
+    )
+
+
+def make_sampler(cfg: Config, prepared: Prepared, cluster: Cluster) -> DynamicSampler:
+    params = SamplingParams(
+        max_new_tokens=cfg.rollout.max_response_tokens,
+        temperature=cfg.rollout.temperature,
+        stop_token_ids=prepared.eos_ids,
+    )
+    return DynamicSampler(cfg.sampling, prepared.stream, cluster.engine, cluster.rewards.score, params, cfg.run.seed)

@@ -1,0 +1,142 @@
+"""From what a step produced to its metrics (names and meanings: metrics.METRICS)."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from dapo_megatron.algo.objective import merge_stats
+from dapo_megatron.records import Group, Sample
+from dapo_megatron.telemetry.console import PHASES, RunConsole
+
+Stats = dict[str, float]
+
+
+class Phases:
+    """Names the phase on the console and adds up the seconds of each within a step."""
+
+    def __init__(self, console: RunConsole) -> None:
+        self._console = console
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._begin = time.monotonic()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[Callable[[], float]]:
+        """Yields a function that tells the seconds since entering."""
+        assert name in PHASES, name
+        self._console.phase(name)
+        begin = time.monotonic()
+        try:
+            yield lambda: time.monotonic() - begin
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begin
+
+    def metrics(self, values: Mapping[str, float], rewards: Any, stream: Any, policy: Any) -> dict[str, float]:
+        """Times and rates of the step so far, and the state of pool, stream and ranks. `values`: the step's other metrics."""
+        seconds = self._seconds
+        rates = {
+            "throughput/generated_tokens_per_s": values["tokens/generated"] / max(seconds.get("rollout", 0.0), 1e-9),
+            "throughput/trained_tokens_per_s": values["tokens/packed"] / max(seconds.get("update", 0.0), 1e-9),
+        }
+        return {
+            **{f"time/{name}_s": value for name, value in seconds.items()},
+            "time/reward_s": rewards.take_seconds(),
+            "time/step_s": time.monotonic() - self._begin,
+            **rates,
+            "reward/verifier_errors": float(rewards.take_errors()),
+            "memory/peak_gb": policy.peak_memory_gb(),
+            "data/epoch": float(stream.epoch),
+            "data/position": float(stream.position),
+            "data/skipped_too_long": float(stream.num_skipped_too_long),
+        }
+
+
+def measure_step(
+    sampled: Any, samples: Sequence[Sample], drift: list[Stats], updates: list[list[Stats]], num_minibatches: int
+) -> dict[str, float]:
+    """Metrics of sampling, rewards, objective and trainer-engine drift.
+
+    `sampled` is the sampler's batch; `drift` and each of `updates` hold the statistics of every model replica.
+    """
+    return {
+        **_sampling(asdict(sampled.stats)),
+        **_rewards(sampled.groups),
+        **_objective(updates, num_minibatches),
+        **_drift(drift),
+        "tokens/trained": float(sum(sample.num_valid for sample in samples)),
+        "tokens/packed": float(sum(len(sample.token_ids) for sample in samples)),
+    }
+
+
+def _sampling(stats: dict[str, Any]) -> dict[str, float]:
+    named = {
+        "accuracy": "reward/accuracy",
+        "response_length_mean": "response/length_mean",
+        "response_length_max": "response/length_max",
+        "cut_share": "response/cut_share",
+    }
+    metrics = {}
+    for key, value in stats.items():
+        section = "tokens/" + key.removeprefix("tokens_") if key.startswith("tokens_") else f"sampling/{key}"
+        metrics[named.get(key, section)] = float(value)
+    return metrics
+
+
+def _rewards(groups: Sequence[Group]) -> dict[str, float]:
+    reward = np.concatenate([group.reward for group in groups])
+    penalty = np.concatenate([group.overlong_penalty for group in groups])
+    completions = [completion for group in groups for completion in group.completions]
+    return {
+        "reward/mean": float(reward.mean()),
+        "reward/raw_mean": float(np.concatenate([group.raw_reward for group in groups]).mean()),
+        "reward/kept_accuracy": float(np.concatenate([group.correct for group in groups]).mean()),
+        "reward/overlong_mean": float(penalty.mean()),
+        "reward/overlong_min": float(penalty.min()),
+        "reward/unparsed": float(sum(answer is None for group in groups for answer in group.extracted)),
+        "tokens/cut": float(sum(len(c) for c in completions if c.finish_reason == "length")),
+    }
+
+
+def _objective(updates: list[list[Stats]], num_minibatches: int) -> dict[str, float]:
+    metrics = {
+        "optimizer/updates": float(len(updates)),
+        "optimizer/updates_skipped": float(num_minibatches - len(updates)),
+    }
+    if not updates:
+        return metrics
+    per_update = [merge_stats(replicas) for replicas in updates]
+    total = {key: float(value) for key, value in merge_stats(per_update).items()}
+    tokens = total["num_tokens"]
+    shares = {
+        "policy/entropy": "entropy_sum",
+        "policy/prob_mean": "prob_sum",
+        "policy/clip_high_share": "clipped_high",
+        "policy/clip_low_share": "clipped_low",
+        "policy/dual_clip_share": "dual_clipped",
+        "policy/k1": "k1_sum",
+        "policy/k3": "k3_sum",
+    }
+    return {
+        **metrics,
+        **{name: total[key] / tokens for name, key in shares.items()},
+        "policy/ratio_max": total["ratio_max"],
+        "policy/first_ratio_error_max": float(per_update[0]["ratio_error_max"]),
+        "policy/loss": float(np.mean([float(u["loss_sum"]) / float(u["num_tokens"]) for u in per_update])),
+        "optimizer/grad_norm": float(np.mean([float(u["grad_norm_max"]) for u in per_update])),
+    }
+
+
+def _drift(drift: list[Stats]) -> dict[str, float]:
+    total = merge_stats(drift)
+    if not total["fresh_tokens"]:
+        return {}
+    return {
+        "sync/logprob_diff_mean": total["diff_sum"] / total["fresh_tokens"],
+        "sync/logprob_diff_max": total["diff_max"],
+    }

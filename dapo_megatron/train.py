@@ -1,0 +1,149 @@
+"""DAPO (arXiv 2503.14476): the step, and the loop around it.
+
+The controller decides the order. It names no engine and no Megatron class: sampling, training ranks and servers stand behind
+`run`, and what a word like `publish` means is in the module of that name.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from dapo_megatron.algo.packing import pack_minibatch
+from dapo_megatron.algo.samples import build_samples, set_weights, split_minibatches
+from dapo_megatron.cluster.cluster import Cluster, start_cluster
+from dapo_megatron.config import Config
+from dapo_megatron.evaluate import Evaluator
+from dapo_megatron.records import MicroBatch, Sample
+from dapo_megatron.rollout.sampler import DynamicSampler
+from dapo_megatron.run_folder import RunFolder
+from dapo_megatron.setup import Prepared, make_sampler, prepare
+from dapo_megatron.telemetry.console import RunConsole
+from dapo_megatron.telemetry.measure import Phases, measure_step
+from dapo_megatron.telemetry.metrics import MetricsWriter
+from dapo_megatron.telemetry.samples import write_samples
+from dapo_megatron.weights.publish import Publisher
+
+
+@dataclass
+class Run:
+    """What a step works with."""
+
+    cfg: Config
+    cluster: Cluster
+    prepared: Prepared
+    sampler: DynamicSampler
+    publisher: Publisher
+    evaluator: Evaluator
+    folder: RunFolder
+    console: RunConsole
+    phases: Phases
+
+
+async def dapo_step(run: Run, step: int) -> dict[str, float]:
+    """One rollout step; returns its metrics. The engines hold the weights of version step - 1 before and of step after."""
+    cfg, policy, phase = run.cfg, run.cluster.policy, run.phases
+    with phase("rollout"):  # sample, score and filter until the batch is full
+        sampled = await run.sampler.collect(version=step - 1)
+    samples = build_samples(
+        sampled.groups,
+        version=step - 1,
+        advantage=cfg.algorithm.advantage,
+        std_eps=cfg.algorithm.std_eps,
+        overlong_filter=cfg.reward.overlong.filter,
+    )
+    minibatches = split_minibatches(samples, cfg.optimizer.prompts_per_minibatch)
+    policy.load_batch(pack(cfg, minibatches))
+    with phase("old_logprobs"):
+        drift = policy.old_logprobs()
+    with phase("update"):
+        updates = [
+            policy.update(index, learning_rate(cfg, step))
+            for index, minibatch in enumerate(minibatches)
+            if any(sample.num_valid for sample in minibatch)  # all filtered: no loss, no update, no weight decay
+        ]
+    with phase("publish"):
+        await run.publisher.publish(version=step)
+    write_samples(run.folder.path, step, sampled.groups, sampled.filtered, run.prepared.decode)
+    metrics = measure_step(sampled, samples, drift, updates, len(minibatches))
+    return {**metrics, "optimizer/lr": learning_rate(cfg, step), "sync/version": float(step)}
+
+
+def pack(cfg: Config, minibatches: list[list[Sample]]) -> list[list[list[MicroBatch]]]:
+    """[dp rank][mini-batch][micro-batch]: weights of the aggregation, then micro-batches by token budget."""
+    multiple = cfg.parallel.tp if cfg.parallel.sequence_parallel else 1
+    packed = []
+    for minibatch in minibatches:
+        set_weights(minibatch, cfg.algorithm.aggregation, cfg.rollout.max_response_tokens)
+        packed.append(pack_minibatch(minibatch, cfg.parallel.dp, cfg.parallel.max_tokens_per_microbatch, multiple))
+    return [[shares[rank] for shares in packed] for rank in range(cfg.parallel.dp)]
+
+
+def learning_rate(cfg: Config, step: int) -> float:
+    """Constant after a linear warm-up, counted in rollout steps (from 1), not in optimizer steps."""
+    return cfg.optimizer.lr * min(1.0, step / max(cfg.optimizer.warmup_steps, 1))
+
+
+async def train(run: Run, first: int) -> None:
+    """Steps first .. run.steps, with evaluation and checkpoints where the configuration wants them."""
+    cfg, every = run.cfg, run.cfg.eval.every
+    run.publisher.connect()
+    await run.publisher.publish(version=first - 1)
+    with run.folder.metrics(next_step=first) as writer:
+        if first == 1 and every >= 0:
+            await evaluate(run, writer, 0, {})
+        for step in range(first, cfg.run.steps + 1):
+            run.phases.begin_step()
+            metrics = await dapo_step(run, step)
+            last = step == cfg.run.steps
+            if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+                with run.phases("checkpoint"):
+                    run.folder.save_checkpoint(step, run.cluster.policy.save, run.sampler, run.prepared.stream)
+            metrics |= run.phases.metrics(metrics, run.cluster.rewards, run.prepared.stream, run.cluster.policy)
+            run.console.step(step, metrics)
+            if every >= 0 and (last or (every and step % every == 0)):
+                await evaluate(run, writer, step, metrics)
+            else:
+                writer.write(step, metrics)
+    if cfg.checkpoint.export_hf:
+        run.console.phase("export")
+        run.cluster.policy.export_hf(str(run.folder.path / "hf"))
+        run.console.note(f"final policy: {run.folder.path / 'hf'}")
+
+
+async def evaluate(run: Run, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
+    """Measure the published weights and write the step's metrics with the result."""
+    with run.phases("eval") as seconds:
+        values = await run.evaluator.evaluate(step)
+    run.console.evaluation(step, values)
+    writer.write(step, {**metrics, **values, "time/eval_s": seconds()})
+
+
+def main(cfg: Config, resume: str) -> int:
+    """The run, from preparation to the end; returns the exit code. Raises ValueError and RuntimeError for users to read."""
+    prepared = prepare(cfg)
+    folder = RunFolder.open(cfg, resume)
+    with RunConsole(cfg.run.steps) as console:
+        console.header(prepared.facts(folder))
+        if folder.finished:
+            console.note(f"all {cfg.run.steps} steps are done: raise run.steps to go on, or use --resume never")
+            return 0
+        with start_cluster(cfg, prepared.model_dir, prepared.eos_ids, folder.path) as cluster:
+            sampler = make_sampler(cfg, prepared, cluster)
+            first = folder.load_checkpoint(cluster.policy.load, sampler, prepared.stream)
+            run = Run(
+                cfg=cfg,
+                cluster=cluster,
+                prepared=prepared,
+                sampler=sampler,
+                publisher=Publisher(cluster.policy, cluster.engine, cfg.publish.check),
+                evaluator=Evaluator(
+                    cfg, cluster.engine, cluster.rewards.score, prepared.eval_prompts, prepared.eos_ids
+                ),
+                folder=folder,
+                console=console,
+                phases=Phases(console),
+            )
+            console.header(cluster.policy.kernels())
+            asyncio.run(train(run, first))
+        console.summary()
+    return 0

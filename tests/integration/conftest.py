@@ -1,0 +1,45 @@
+"""One SGLang server on a tiny random model for the whole session."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.config import ModelConfig
+from dapo_megatron.rollout.sglang_server import SGLangServer, free_port
+from dapo_megatron.weights.source import resolve_model
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Biases, tied embeddings and a vocabulary that SGLang pads (70 to 128). Wide weights: the distributions are not flat.
+TINY_QWEN2 = {
+    "model_type": "qwen2",
+    "vocab_size": 70,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.3,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return resolve_model(ModelConfig(path="random", random_model=TINY_QWEN2), tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def unused_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="session")
+def sglang_server(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    log_path = tmp_path_factory.mktemp("sglang") / "server.log"
+    with SGLangServer(tiny_model_dir, dtype="float32", log_path=log_path, startup_timeout_s=300) as server:
+        yield server

@@ -1,0 +1,164 @@
+"""The command line: exit codes, messages without tracebacks, and that nothing starts on wrong use."""
+
+import json
+import string
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.cli import main
+from dapo_megatron.config import Config
+from dapo_megatron.config_io import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = str(ROOT / "configs" / "tiny_cpu.yaml")
+
+
+def install_train(monkeypatch: pytest.MonkeyPatch, outcome: BaseException | int) -> list[tuple[Config, str]]:
+    """Put a controller in place that ends as told; returns the calls it gets."""
+    calls: list[tuple[Config, str]] = []
+
+    def train(config: Config, resume: str) -> int:
+        calls.append((config, resume))
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    module = types.ModuleType("dapo_megatron.train")
+    module.main = train  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "dapo_megatron.train", module)
+    return calls
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "configs").glob("*.yaml")))
+def test_every_configuration_passes_a_dry_run(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = install_train(monkeypatch, 0)
+    code = main(["train", str(ROOT / "configs" / name), "--dry-run", f"run.dir={tmp_path}"])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    assert calls == [] and list(tmp_path.iterdir()) == []
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(out.partition("Trainer:")[0], encoding="utf-8")
+    config = load_config(resolved)
+    assert config.run.dir == str(tmp_path)
+    assert f"Trainer: {config.world_size} Megatron ranks" in out
+
+
+def test_the_published_run_carries_the_published_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    path = ROOT / "configs" / "qwen2.5_32b_dapo_math.yaml"
+    c = load_config(path)
+    assert (c.algorithm.clip_low, c.algorithm.clip_high, c.algorithm.aggregation) == (0.2, 0.28, "token")
+    assert (c.rollout.max_response_tokens, c.reward.overlong.cache_tokens) == (16384 + 4096, 4096)
+    assert (c.sampling.prompts_per_step, c.sampling.samples_per_prompt, c.world_size) == (512, 16, 128)
+    main(["train", str(path), "--dry-run"])
+    assert "16 update(s) of 512 responses" in capsys.readouterr().out
+
+
+def test_overrides_and_options_mix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = install_train(monkeypatch, 0)
+    assert main(["train", TINY, f"run.dir={tmp_path}", "--resume", "never", "run.steps=3", "run.steps=4"]) == 0
+    [(config, resume)] = calls
+    assert (config.run.steps, resume) == (4, "never")
+
+
+def test_configuration_errors_exit_2_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = install_train(monkeypatch, 0)
+    assert main(["train", TINY, f"run.dir={tmp_path}", "run.stepz=3", "rollout.top_p=0.9", "rollout.engine=sglng"]) == 2
+    err = capsys.readouterr().err
+    assert "3 error(s), nothing was started" in err and "Traceback" not in err
+    for field, remedy in (
+        ("run.stepz", "run.steps"),
+        ("rollout.top_p", "training needs 1"),
+        ("rollout.engine", "sglang?"),
+    ):
+        assert any(field in line and remedy in line for line in err.splitlines())
+    assert calls == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_run_exits_1_with_one_line_and_keeps_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_train(monkeypatch, RuntimeError("server 0\ndied"))
+    assert main(["train", TINY, f"run.dir={tmp_path}"]) == 1
+    err = capsys.readouterr().err
+    log = tmp_path / "tiny_cpu" / "error.log"
+    assert err == f"dapo: server 0 died (details: {log})\n"
+    assert "Traceback" in log.read_text() and "RuntimeError" in log.read_text()
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_train(monkeypatch, AssertionError("invariant"))
+    with pytest.raises(AssertionError):
+        main(["train", TINY, f"run.dir={tmp_path}"])
+
+
+def test_interrupt_exits_130_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_train(monkeypatch, KeyboardInterrupt())
+    assert main(["train", TINY, f"run.dir={tmp_path}"]) == 130
+    assert capsys.readouterr().err == "dapo: interrupted\n"
+
+
+def test_the_exit_code_of_the_controller_is_passed_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install_train(monkeypatch, 7)
+    assert main(["train", TINY, f"run.dir={tmp_path}"]) == 7
+
+
+ROW = {"question": "1 + 1", "answer": "2"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no problem in it (0 rows read"),
+        (
+            json.dumps(ROW) + "\n" + json.dumps({"question": "2 + 2", "answer": None}),
+            "row 2, answer: None is no gold answer",
+        ),
+        (json.dumps(ROW) + "\n" + json.dumps({"question": "2 + 2"}), "row 2: no key 'answer'"),
+        (json.dumps(ROW) + "\n" + json.dumps({"question": "2 + 2", "answer": "four"}), "'four'"),
+    ],
+    ids=["empty", "no gold answer", "no answer column", "gold answer that no response matches"],
+)
+def test_data_sets_that_cannot_be_used(
+    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.jsonl").write_text(content, encoding="utf-8")
+    source = f"data.train={{path: {tmp_path}/train.jsonl, prompt_key: question, answer_key: answer}}"
+    assert main(["data", TINY, source, "reward.verifier=exact_answer", f"run.dir={tmp_path}"]) == 1
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_data_shows_prompts_as_the_model_sees_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", TINY, "data.train.args.num_rows=7", f"run.dir={tmp_path}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.startswith("--- prompt") for line in lines].count(True) == 3
+    assert len(lines[1]) == 4 and lines[0].endswith(f"4 tokens, gold {string.ascii_lowercase!r}")
+    assert lines[-1].startswith("--- 7 problems, 0 of them skipped")
+
+
+def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["fly"], ["train"], ["train", TINY, "--resume"], ["train", TINY, "--dryrun"]):
+        with pytest.raises(SystemExit) as caught:
+            main(argv)
+        assert caught.value.code == 2
+
+
+def test_help_is_quick() -> None:
+    start = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-m", "dapo_megatron.cli", "--help"], capture_output=True, text=True, timeout=60
+    )
+    seconds = time.monotonic() - start
+    assert result.returncode == 0 and "train" in result.stdout
+    assert seconds < 5  # well under one second on an idle machine; other tests may be running

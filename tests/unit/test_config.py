@@ -1,0 +1,291 @@
+"""Reading and judging configurations: every kind of wrong use has one test that names the field."""
+
+import json
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from dapo_megatron.config import Config, ModelConfig
+from dapo_megatron.config_io import ConfigError, Problem, config_hash, load_config, read_config, resolved_yaml
+from dapo_megatron.layout import layout_text, rank_places, server_places
+from dapo_megatron.model_sizes import FAMILIES, read_sizes
+from dapo_megatron.validation import AT_LEAST, BETWEEN, load_valid_config, validate
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs" / "tiny_cpu.yaml"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def tiny(tmp_path: Path, *overrides: str) -> Config:
+    return load_config(TINY, [f"run.dir={tmp_path}", *overrides])
+
+
+def faults(tmp_path: Path, *overrides: str) -> dict[str, Problem]:
+    """Errors of the tiny configuration with these overrides, by field."""
+    problems = validate(tiny(tmp_path, *overrides))
+    return {p.field: p for p in problems if p.severity != "warning"}
+
+
+# Reading ------------------------------------------------------------------------------------------------------------
+
+
+def test_bases_compose_and_the_command_line_comes_last(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        "a.yaml",
+        "run: {steps: 1, name: a, seed: 5}\nmodel: {random_model: {model_type: llama, hidden_size: 8}}\n",
+    )
+    write(tmp_path, "deep/b.yaml", "base: ../a.yaml\nrun: {steps: 2, name: b}\n")
+    top = write(tmp_path, "c.yaml", "base: [deep/b.yaml]\nrun: {steps: 3}\nmodel: {random_model: {hidden_size: 16}}\n")
+    config = load_config(top, ["run.steps=4", "optimizer.lr=1e-5", "data.train.args.max=9", "run.name=x=y"])
+    assert (config.run.seed, config.run.name, config.run.steps) == (5, "x=y", 4)
+    assert config.model.random_model == {"model_type": "llama", "hidden_size": 16}
+    assert config.optimizer.lr == 1e-5 and config.data.train.args == {"max": 9}
+
+
+def test_two_bases_the_later_wins(tmp_path: Path) -> None:
+    write(tmp_path, "a.yaml", "run: {steps: 1}\n")
+    write(tmp_path, "b.yaml", "run: {steps: 2}\n")
+    assert load_config(write(tmp_path, "c.yaml", "base: [a.yaml, b.yaml]\n")).run.steps == 2
+    assert load_config(write(tmp_path, "d.yaml", "base: [b.yaml, a.yaml]\n")).run.steps == 1
+
+
+def test_every_fault_of_the_structure_is_reported_at_once(tmp_path: Path) -> None:
+    text = "run: {step: 3, steps: many}\nalgorithm: {aggregation: tokn}\nreward: 5\nparalel: {tp: 2}\n"
+    overrides = ["optimizer.clip_high=0.3", "publish.check=1", "run.seed", "rollout.tp=[1]", "model.path=null"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(tmp_path, "a.yaml", text), overrides)
+    messages = {p.field: str(p) for p in caught.value.problems}
+    assert set(messages) == {
+        *("run.step", "run.steps", "algorithm.aggregation", "reward", "paralel"),
+        *("optimizer.clip_high", "publish.check", "command line", "rollout.tp", "model.path"),
+    }
+    assert "did you mean run.steps?" in messages["run.step"]
+    assert "whole number" in messages["run.steps"]
+    assert "did you mean token?" in messages["algorithm.aggregation"]
+    assert "did you mean parallel?" in messages["paralel"]
+    assert "did you mean algorithm.clip_high?" in messages["optimizer.clip_high"]
+    assert "true or false" in messages["publish.check"]
+
+
+def test_a_faulty_key_does_not_hide_the_others(tmp_path: Path) -> None:
+    config, problems = read_config(write(tmp_path, "a.yaml", "run: {steps: x, seed: 4}\n"))
+    assert config.run.seed == 4 and config.run.steps == Config().run.steps and len(problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: missing.yaml\n", "no such file"),
+        ("base: a.yaml\n", "circle"),
+        ("base: {a: 1}\n", "list of file names"),
+        ("run: [\n", "cannot be read as YAML"),
+        ("- run\n", "mappings"),
+        ("run: {steps: 1}\nrun: {steps: 2}\n", "duplicate"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, "a.yaml", text))
+
+
+def test_missing_configuration_file_names_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path, "quickstart.yaml", "")
+    with pytest.raises(ConfigError, match=r"did you mean .*quickstart\.yaml"):
+        load_config(tmp_path / "quickstrat.yaml")
+
+
+def test_resolved_yaml_reads_back_and_the_hash_follows_every_field(tmp_path: Path) -> None:
+    config = tiny(tmp_path)
+    assert load_config(write(tmp_path, "r.yaml", resolved_yaml(config))) == config
+    assert config_hash(config) == config_hash(tiny(tmp_path)) != config_hash(tiny(tmp_path, "run.seed=2"))
+
+
+# Values and combinations --------------------------------------------------------------------------------------------
+
+
+def test_the_tiny_configuration_has_no_problem(tmp_path: Path) -> None:
+    assert validate(tiny(tmp_path)) == []
+
+
+@pytest.mark.parametrize("field", sorted({*AT_LEAST, *BETWEEN}))
+def test_ranges(tmp_path: Path, field: str) -> None:
+    assert set(faults(tmp_path, f"{field}={-2 if field in AT_LEAST else 0}")) >= {field}
+
+
+WRONG = [
+    # group of one
+    (["sampling.samples_per_prompt=1"], "sampling.samples_per_prompt", "group of one"),
+    # response limit under the overlong cache
+    (["reward.overlong.cache_tokens=8"], "rollout.max_response_tokens", "overlong"),
+    (["reward.overlong.cache_tokens=0"], "reward.overlong.cache_tokens", "penalty_factor=0"),
+    # world size that doesn't factor
+    (["parallel.dp=5", "cluster.gpus_per_node=4"], "parallel.dp", "factor"),
+    (["cluster.gpus_per_node=1"], "parallel.tp", "within a node"),
+    # heads or query groups not divisible by TP
+    (["model.random_model.num_attention_heads=3"], "parallel.tp", "3 attention heads"),
+    (["model.random_model.num_key_value_heads=1"], "parallel.tp", "1 query groups"),
+    (["model.random_model.num_hidden_layers=3", "parallel.pp=2"], "parallel.pp", "3 layers"),
+    # unknown model family
+    (["model.random_model.model_type=mamba"], "model.path", "unknown model family 'mamba'"),
+    (["model.path="], "model.path", "is required"),
+    (["model.path=package:no_such_package"], "model.path", "no such package"),
+    (["model.path=./no/such/folder", "model.random_model.model_type=llama"], "model.path", "no such file or folder"),
+    # missing data file, and sources nobody knows
+    (["data.train.path=nowhere/train.jsonl"], "data.train.path", "no such file"),
+    (["data.train.path=./train.csv"], "data.train.path", "must end with"),
+    (["data.train.path=generator:arithmetik"], "data.train.path", "known: arithmetic"),
+    (["data.train.split=validation"], "data.train.path", "train or test"),
+    (["data.train.args.num_rovs=9"], "data.train.path", "num_rows"),
+    (["data.train.path=generator:arithmetic", "data.train.args.test_fraction=1"], "data.train.path", "no problem"),
+    (["reward.verifier=exact_answer"], "data.train.path", "needs an integer"),
+    (["data.train.path="], "data.train.path", "is required"),
+    (["eval.every=5", "data.eval.path="], "data.eval.path", "eval.every=-1"),
+    (["data.train.answer_pattern=(x"], "data.train.answer_pattern", "regular expression"),
+    (["data.train.answer_pattern=abc"], "data.train.answer_pattern", "group"),
+    (["data.template=hello"], "data.template", "{prompt}"),
+    (["data.few_shot=[[a,b,c]]"], "data.few_shot", "pair"),
+    # what the recipe rules out
+    (["rollout.top_p=0.9"], "rollout.top_p", "another distribution"),
+    (["rollout.top_k=50"], "rollout.top_k", "another distribution"),
+    (["rollout.temperature=0"], "rollout.temperature", "above 0"),
+    (["algorithm.dual_clip=0.5"], "algorithm.dual_clip", "above 1"),
+    (["algorithm.clip_low=1"], "algorithm.clip_low", "between 0 and 1"),
+    (["reward.correct=.nan"], "reward.correct", "finite"),
+    (["optimizer.prompts_per_minibatch=17"], "optimizer.prompts_per_minibatch", "at most"),
+    (["reward.correct=-1"], "reward.correct", "reward.incorrect"),
+    (["reward.verifier=choise"], "reward.verifier", "choice"),
+    (["reward.verifier_args={strict: 1}"], "reward.verifier", "strict"),
+    (["parallel.tp=1"], "parallel.sequence_parallel", "tp > 1"),
+    (["rollout.max_response_tokens=250"], "rollout.max_response_tokens", "context is 256"),
+    (["rollout.engine=local", "rollout.num_servers=2"], "rollout.num_servers", "local engine"),
+    (["cluster.colocate=true", "rollout.num_servers=3"], "rollout.num_servers", "share"),
+    (["eval.top_p=0"], "eval.top_p", "above 0"),
+    (["run.name=a/b"], "run.name", "letters"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "field", "message"), WRONG, ids=[" ".join(o) for o, _, _ in WRONG])
+def test_wrong_values_name_the_field_and_the_remedy(
+    tmp_path: Path, overrides: list[str], field: str, message: str
+) -> None:
+    found = faults(tmp_path, *overrides)
+    assert field in found
+    assert message in str(found[field])
+
+
+def test_values_and_structure_are_reported_together(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_valid_config(
+            TINY, [f"run.dir={tmp_path}", "run.stepz=1", "sampling.samples_per_prompt=1", "rollout.top_p=0.5"]
+        )
+    assert {p.field for p in caught.value.problems} == {"run.stepz", "sampling.samples_per_prompt", "rollout.top_p"}
+
+
+def test_warnings_do_not_stop_a_run(tmp_path: Path) -> None:
+    overrides = [f"run.dir={tmp_path}", "optimizer.prompts_per_minibatch=16", "parallel.max_tokens_per_microbatch=8"]
+    _, warnings = load_valid_config(TINY, overrides)
+    assert {p.field for p in warnings} == {"optimizer.prompts_per_minibatch", "parallel.max_tokens_per_microbatch"}
+
+
+def test_cache_of_a_cpu_server_must_hold_a_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "rollout.max_total_tokens" in faults(tmp_path, "rollout.max_total_tokens=39")
+    assert faults(tmp_path, "rollout.max_total_tokens=40") == {}
+
+
+def test_unwritable_run_folder(tmp_path: Path) -> None:
+    file = write(tmp_path, "file", "")
+    assert "is a file" in str(faults(tmp_path, f"run.dir={file}/runs")["run.dir"])
+
+
+def test_busy_port(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        found = faults(tmp_path, f"rollout.base_port={port - 1}", "rollout.num_servers=2")
+        assert f"port {port}" in str(found["rollout.base_port"])
+    assert "65535" in str(faults(tmp_path, "rollout.base_port=65535", "rollout.num_servers=2")["rollout.base_port"])
+
+
+def test_missing_files_are_warnings_in_a_dry_run(tmp_path: Path) -> None:
+    overrides = [f"run.dir={tmp_path}", "data.train.path=nowhere/train.jsonl", "data.train.prompt_key=question"]
+    _, problems = load_valid_config(TINY, overrides, dry_run=True)
+    assert [(p.field, p.severity) for p in problems] == [("data.train.path", "machine")]
+    with pytest.raises(ConfigError, match="no such file"):
+        load_valid_config(TINY, overrides)
+
+
+# Models -------------------------------------------------------------------------------------------------------------
+
+
+def test_validation_knows_the_families_that_the_weight_mapping_knows() -> None:
+    from dapo_megatron.weights import mapping  # loads torch, so validation can't
+
+    assert mapping.FAMILIES == FAMILIES
+
+
+def test_sizes_of_an_hf_folder_and_its_limits(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 30}
+    write(tmp_path, "m/config.json", json.dumps({"model_type": "qwen2", "max_position_embeddings": 64, **sizes}))
+    found = read_sizes(ModelConfig(path=str(tmp_path / "m")))
+    assert found is not None and (found.family, found.num_query_groups, found.max_positions) == ("qwen2", 3, 64)
+    problems = validate(tiny(tmp_path, f"model.path={tmp_path}/m", "rollout.max_response_tokens=40"))
+    messages = " ".join(map(str, problems))
+    assert "3 query groups" in messages and "context is 64" in messages and "model.random_model" in messages
+    write(tmp_path, "m/config.json", json.dumps({"model_type": "qwen2"}))
+    assert "lacks num_hidden_layers" in str(faults(tmp_path, f"model.path={tmp_path}/m")["model.path"])
+
+
+def gguf_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def test_sizes_of_a_gguf_file_is_read_from_its_header(tmp_path: Path) -> None:
+    numbers = {"block_count": 4, "attention.head_count": 9, "attention.head_count_kv": 3, "feed_forward_length": 12}
+    entries = gguf_text("general.architecture") + struct.pack("<I", 8) + gguf_text("llama")
+    entries += gguf_text("general.tags") + struct.pack("<IIQ", 9, 8, 2) + gguf_text("a") + gguf_text("b")
+    for key, number in numbers.items():
+        entries += gguf_text(f"llama.{key}") + struct.pack("<II", 4, number)
+    entries += gguf_text("tokenizer.ggml.model")  # the reader stops here, so that what follows may be missing
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, len(numbers) + 3) + entries)
+    found = read_sizes(ModelConfig(path=str(file)))
+    assert found is not None and (found.num_layers, found.num_heads, found.num_query_groups) == (4, 9, 3)
+    assert "9 attention heads" in " ".join(map(str, validate(tiny(tmp_path, f"model.path={file}"))))
+    file.write_bytes(file.read_bytes()[:60])
+    with pytest.raises(ValueError, match="damaged"):
+        read_sizes(ModelConfig(path=str(file)))
+
+
+# Layout -------------------------------------------------------------------------------------------------------------
+
+
+def test_rank_order_is_megatrons(tmp_path: Path) -> None:
+    config = tiny(tmp_path, "parallel.tp=2", "parallel.pp=2", "parallel.dp=2", "cluster.gpus_per_node=4")
+    places = [(r.tp, r.pp, r.dp, r.node, r.gpu) for r in rank_places(config)]
+    assert places[:5] == [(0, 0, 0, 0, 0), (1, 0, 0, 0, 1), (0, 0, 1, 0, 2), (1, 0, 1, 0, 3), (0, 1, 0, 1, 0)]
+    assert len(set(places)) == 8
+
+
+def test_servers_stay_within_a_node(tmp_path: Path) -> None:
+    overrides = ("parallel.tp=2", "rollout.num_servers=2", "rollout.tp=4", "cluster.gpus_per_node=4")
+    apart = server_places(tiny(tmp_path, *overrides, "rollout.base_port=7000"))
+    assert [(s.node, s.gpus, s.port) for s in apart] == [(1, (0, 1, 2, 3), 7000), (2, (0, 1, 2, 3), 7001)]
+    colocated = server_places(tiny(tmp_path, *overrides, "parallel.dp=4", "cluster.colocate=true"))
+    assert [s.node for s in colocated] == [0, 1]
+
+
+def test_layout_text_counts_updates(tmp_path: Path) -> None:
+    text = layout_text(tiny(tmp_path, "optimizer.prompts_per_minibatch=5", "run.steps=3"))
+    assert "4 update(s) of 40 responses" in text and "12 updates" in text
+    assert "= 128 responses" in text and "at most 160 groups" in text
