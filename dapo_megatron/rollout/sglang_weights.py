@@ -1,7 +1,7 @@
 """The trainer's end of a publish to one SGLang server: broadcasting buckets, and what the server's checksums must be.
 
 Every sender (the leader of a pipeline stage) has its own process group with the server, in which it is rank 0 and the
-server's tensor-parallel ranks follow. Nothing here imports SGLang on CPU: that costs ten seconds.
+server's tensor-parallel ranks follow. On CPU nothing here imports SGLang, which costs twenty seconds.
 """
 
 import hashlib

@@ -343,7 +343,7 @@ def test_the_server_ends_with_its_killed_owner_and_senders_notice(tiny_model_dir
         url, pid = owner.stdout.readline().split()
         processes = [psutil.Process(int(pid)), *psutil.Process(int(pid)).children(recursive=True)]
         assert len(processes) >= 3  # the HTTP server, its scheduler, its detokenizer
-        scheduler = next(p for p in processes if "scheduler" in " ".join(p.cmdline()))
+        scheduler = next(p for p in processes if "sched" in p.name() or "sched" in " ".join(p.cmdline()))
         engine = SGLangEngine([url], tiny_model_dir, dtype="float32", update_timeout_s=5)
         sender = engine.weight_senders()[0]
         run(engine, lambda: engine.begin_update(1))

@@ -10,8 +10,8 @@ from dapo_megatron.data.sources import load_rows
 from dapo_megatron.reward.verifiers import make_verifier, validate_gold
 
 
-def load(name, split="train", **args):
-    return load_rows(SourceConfig(path=f"generator:{name}", split=split, args=args))
+def load(generator, split="train", **args):
+    return load_rows(SourceConfig(path=f"generator:{generator}", split=split, args=args))
 
 
 def operands(row):

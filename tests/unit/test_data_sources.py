@@ -122,7 +122,7 @@ def test_bad_rows_are_named(tmp_path, record, message):
 
 def test_pattern_that_finds_nothing_and_wrong_patterns(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", [{"question": "a?", "answer": "42"}])
-    with pytest.raises(ValueError, match=r"row 1, answer: answer_pattern '#### \(\.\*\)' finds no answer in '42'"):
+    with pytest.raises(ValueError, match=r"row 1, answer: answer_pattern '#### \(\.\*\)' finds nothing in '42'"):
         load_rows(SourceConfig(path=path, answer_pattern="#### (.*)", **FLAT))
     with pytest.raises(ValueError, match="is no pattern"):
         load_rows(SourceConfig(path=path, answer_pattern="(", **FLAT))
