@@ -78,9 +78,7 @@ def _layers(path: Path, parents: tuple[Path, ...], problems: list[Problem]) -> l
     """(file, its content without `base`) of the file and everything it builds on, weakest first."""
     if path.resolve() in parents:
         chain = " -> ".join(p.name for p in (*parents, path))
-        problems.append(
-            Problem("base", str(path), f"the files build on each other in a circle ({chain}); drop one `base`")
-        )
+        problems.append(Problem("base", str(path), f"the files build on each other in a circle ({chain}); drop one `base`"))
         return []
     content = _read_yaml(path, problems)
     bases = content.pop("base", [])
@@ -106,9 +104,7 @@ def _read_yaml(path: Path, problems: list[Problem]) -> dict[str, Any]:
         problems.append(Problem("configuration file", str(path), f"cannot be read as YAML: {reason}"))
         return {}
     if not isinstance(content, dict):
-        problems.append(
-            Problem("configuration file", str(path), "must hold `section:` mappings, not a list or a value")
-        )
+        problems.append(Problem("configuration file", str(path), "must hold `section:` mappings, not a list or a value"))
         return {}
     return {str(k): v for k, v in content.items()}
 
@@ -123,9 +119,7 @@ def _apply(node: Any, schema: type, prefix: str, values: dict[str, Any], source:
         elif not is_dataclass(hints[key]):
             _set(node, name, hints[key], value, source, problems)
         elif isinstance(value, dict):
-            _apply(
-                node, typing.cast(type, hints[key]), f"{name}.", {str(k): v for k, v in value.items()}, source, problems
-            )
+            _apply(node, typing.cast(type, hints[key]), f"{name}.", {str(k): v for k, v in value.items()}, source, problems)
         elif value is not None:  # an empty section is harmless
             example = f"{name}.{next(iter(typing.get_type_hints(hints[key])))}"
             problems.append(Problem(name, value, f"in {source}: a section with keys is expected, such as {example}"))

@@ -71,9 +71,7 @@ def layout_text(config: Config) -> str:
     responses = s.prompts_per_step * s.samples_per_prompt
     updates = math.ceil(s.prompts_per_step / c.optimizer.prompts_per_minibatch)
     per_update = c.optimizer.prompts_per_minibatch * s.samples_per_prompt
-    lines += [
-        f"A step: {s.prompts_per_step} prompts x {s.samples_per_prompt} samples = {responses} responses to train on"
-    ]
+    lines += [f"A step: {s.prompts_per_step} prompts x {s.samples_per_prompt} samples = {responses} responses to train on"]
     if s.dynamic:
         budget = int(s.max_groups_factor * s.prompts_per_step)
         lines += [f"  dynamic sampling: until the batch is full, at most {budget} groups"]

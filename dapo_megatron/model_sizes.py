@@ -34,9 +34,7 @@ def find_weights(model: ModelConfig) -> Path | None:
     if name.startswith("package:"):
         spec = importlib.util.find_spec(name.removeprefix("package:"))  # finds, doesn't import
         if spec is None or not spec.submodule_search_locations:
-            raise ValueError(
-                f"no such package is installed; install {name.removeprefix('package:')} or change the path"
-            )
+            raise ValueError(f"no such package is installed; install {name.removeprefix('package:')} or change the path")
         return Path(spec.submodule_search_locations[0])
     path = Path(name).expanduser()
     if path.exists():
@@ -59,9 +57,7 @@ def read_sizes(model: ModelConfig) -> ModelSizes | None:
         return _from_hf(json.loads((path / "config.json").read_text(encoding="utf-8")), str(path / "config.json"))
     files = sorted(path.glob("*.gguf"))
     if len(files) != 1:
-        raise ValueError(
-            f"expected a config.json or exactly one .gguf file in the folder, found {len(files)} .gguf files"
-        )
+        raise ValueError(f"expected a config.json or exactly one .gguf file in the folder, found {len(files)} .gguf files")
     return _from_gguf(files[0])
 
 

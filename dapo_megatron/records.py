@@ -64,9 +64,7 @@ class Sample:
     token_ids: np.ndarray  # int32 [P + L]
     prompt_len: int
     rollout_logprobs: np.ndarray  # float32 [L]
-    stale: (
-        np.ndarray
-    )  # bool [L], True: sampled by older weights than the step's, so rollout_logprobs are its old log-probs
+    stale: np.ndarray  # bool [L], True: sampled by older weights than the step's, so rollout_logprobs are its old log-probs
     mask: np.ndarray  # bool [L], False: neither loss nor denominator
     advantages: np.ndarray  # float32 [L]
     weights: np.ndarray  # float64 [L], the aggregation's weight w; sums to 1 over a mini-batch for `token`

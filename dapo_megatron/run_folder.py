@@ -44,9 +44,7 @@ class RunFolder:
         elif resume != "never":
             checkpoint = Path(resume).expanduser()
             if not (checkpoint / "state.json").is_file():
-                raise ValueError(
-                    f"--resume {resume}: no checkpoint there (state.json is missing); use a step_NNNNNN folder"
-                )
+                raise ValueError(f"--resume {resume}: no checkpoint there (state.json is missing); use a step_NNNNNN folder")
         folder = cls(cfg, path, checkpoint)
         (path / "config.yaml").write_text(resolved_yaml(cfg), encoding="utf-8")
         return folder
@@ -63,9 +61,7 @@ class RunFolder:
         finally:
             writer.close()
 
-    def save_checkpoint(
-        self, step: int, save_policy: Callable[[str], None], sampler: Stateful, stream: Stateful
-    ) -> None:
+    def save_checkpoint(self, step: int, save_policy: Callable[[str], None], sampler: Stateful, stream: Stateful) -> None:
         """Everything that resuming after `step` needs. Older checkpoints past checkpoint.keep are removed."""
         partial = self.path.absolute() / "checkpoints" / ".partial"
         shutil.rmtree(partial, ignore_errors=True)

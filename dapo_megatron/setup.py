@@ -42,9 +42,7 @@ class Prepared:
             "model": f"{self.cfg.model.path} ({self.cfg.model.dtype})",
             "prompts": f"{self.num_rows} to train on, {len(self.eval_prompts)} held out",
             "trainer": f"{self.cfg.world_size} rank(s): {layout}",
-            "rollout": f"{rollout.engine}, {rollout.num_servers} server(s)"
-            if rollout.engine == "sglang"
-            else rollout.engine,
+            "rollout": f"{rollout.engine}, {rollout.num_servers} server(s)" if rollout.engine == "sglang" else rollout.engine,
         }
 
 

@@ -6,7 +6,6 @@ The controller decides the order. It names no engine and no Megatron class: samp
 
 import asyncio
 from dataclasses import dataclass
-from pathlib import Path
 
 from dapo_megatron.algo.packing import pack_minibatch
 from dapo_megatron.algo.samples import build_samples, set_weights, split_minibatches
@@ -136,9 +135,7 @@ def main(cfg: Config, resume: str) -> int:
                 prepared=prepared,
                 sampler=sampler,
                 publisher=Publisher(cluster.policy, cluster.engine, cfg.publish.check),
-                evaluator=Evaluator(
-                    cfg, cluster.engine, cluster.rewards.score, prepared.eval_prompts, prepared.eos_ids
-                ),
+                evaluator=Evaluator(cfg, cluster.engine, cluster.rewards.score, prepared.eval_prompts, prepared.eos_ids),
                 folder=folder,
                 console=console,
                 phases=Phases(console),

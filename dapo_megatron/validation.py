@@ -181,13 +181,9 @@ def _objective(report: _Report) -> None:
     if a.dual_clip != 0 and a.dual_clip <= 1:
         report.add("algorithm.dual_clip", "must be above 1 (10 in the published recipe), or 0 to switch it off")
     if a.clip_high < a.clip_low:
-        report.add(
-            "algorithm.clip_high", f"below algorithm.clip_low ({a.clip_low:g}): the opposite of clip-higher", "warning"
-        )
+        report.add("algorithm.clip_high", f"below algorithm.clip_low ({a.clip_low:g}): the opposite of clip-higher", "warning")
     if a.aggregation == "constant" and a.advantage == "group_norm":
-        report.add(
-            "algorithm.aggregation", "Dr. GRPO's constant normalisation goes with advantage=mean_only", "warning"
-        )
+        report.add("algorithm.aggregation", "Dr. GRPO's constant normalisation goes with advantage=mean_only", "warning")
     r = report.config.reward
     if r.correct <= r.incorrect:
         report.add("reward.correct", f"must be above reward.incorrect ({r.incorrect:g})")
@@ -225,14 +221,10 @@ def _layout(report: _Report) -> None:
     c = report.config
     p, per_node = c.parallel, c.cluster.gpus_per_node
     if p.sequence_parallel and p.tp == 1:
-        report.add(
-            "parallel.sequence_parallel", "needs parallel.tp > 1: it splits sequences over the tensor-parallel ranks"
-        )
+        report.add("parallel.sequence_parallel", "needs parallel.tp > 1: it splits sequences over the tensor-parallel ranks")
     for name, tp in (("parallel.tp", p.tp), ("rollout.tp", c.rollout.tp)):
         if tp > per_node or (c.world_size > per_node and per_node % tp):
-            report.add(
-                name, f"must divide cluster.gpus_per_node ({per_node}): a tensor-parallel group stays within a node"
-            )
+            report.add(name, f"must divide cluster.gpus_per_node ({per_node}): a tensor-parallel group stays within a node")
     if c.world_size > per_node and c.world_size % per_node:
         report.add(
             "parallel.dp",
@@ -240,9 +232,7 @@ def _layout(report: _Report) -> None:
             f"of {per_node} (cluster.gpus_per_node); use a multiple of {per_node}",
         )
     if c.sampling.samples_per_prompt * c.optimizer.prompts_per_minibatch < p.dp:
-        report.add(
-            "parallel.dp", "more data-parallel ranks than responses in a mini-batch; some would have nothing to do"
-        )
+        report.add("parallel.dp", "more data-parallel ranks than responses in a mini-batch; some would have nothing to do")
     servers = c.rollout.num_servers * c.rollout.tp
     if c.cluster.colocate and servers > c.world_size:
         report.add(
@@ -377,9 +367,7 @@ def _ports(report: _Report) -> None:
         return  # on a cluster the servers' nodes are others
     ports = range(rollout.base_port, rollout.base_port + rollout.num_servers)
     if ports[-1] > 65535:
-        report.add(
-            "rollout.base_port", f"with {rollout.num_servers} servers the ports go over 65535; choose a lower one"
-        )
+        report.add("rollout.base_port", f"with {rollout.num_servers} servers the ports go over 65535; choose a lower one")
         return
     reason = why_not_listenable(ports)
     if reason:

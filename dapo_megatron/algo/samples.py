@@ -37,9 +37,7 @@ def build_samples(
 def _sample(
     prompt: Prompt, completion: Completion, advantage: float, group: int, version: int, overlong_filter: bool
 ) -> Sample:
-    assert completion.finish_reason in ("stop", "length"), (
-        f"unfinished response ({completion.finish_reason}) in a batch"
-    )
+    assert completion.finish_reason in ("stop", "length"), f"unfinished response ({completion.finish_reason}) in a batch"
     length = len(completion)
     cut = completion.finish_reason == "length"
     return Sample(

@@ -65,9 +65,7 @@ def _trainer_ranks(cfg: Config, logs: str, gpus: float) -> list[Any]:
 def _node_bundles(cfg: Config, gpus: float) -> PlacementGroup:
     per_node = cfg.cluster.gpus_per_node
     sizes = [min(per_node, cfg.world_size - first) for first in range(0, cfg.world_size, per_node)]
-    group = placement_group(
-        [{"GPU": size * gpus} for size in sizes], strategy="STRICT_SPREAD" if len(sizes) > 1 else "PACK"
-    )
+    group = placement_group([{"GPU": size * gpus} for size in sizes], strategy="STRICT_SPREAD" if len(sizes) > 1 else "PACK")
     if not group.wait(GPU_WAIT_S):
         raise RuntimeError(
             f"the cluster has no {len(sizes)} node(s) with {per_node} free GPUs for parallel.tp x pp x dp = {cfg.world_size} "

@@ -81,9 +81,7 @@ class RemoteLocalEngine:
 class Engines:
     """Starts what the configuration asks for; `engine` is there after end_start."""
 
-    def __init__(
-        self, cfg: Config, model_dir: str, eos_ids: tuple[int, ...], log_dir: str, gpus_per_server: float
-    ) -> None:
+    def __init__(self, cfg: Config, model_dir: str, eos_ids: tuple[int, ...], log_dir: str, gpus_per_server: float) -> None:
         self._cfg, self._model_dir = cfg, model_dir
         self._device = "cuda" if gpus_per_server else "cpu"
         self._dtype = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype

@@ -11,8 +11,8 @@ from typing import Any
 # `uv run` would make Ray rebuild the environment for every worker; ours is there already.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
-import ray  # noqa: E402 - after the setting above
-from ray.exceptions import RayActorError, RayTaskError  # noqa: E402
+import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 LOCAL_OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids; Ray's default takes 30% of a laptop's memory
 

@@ -48,10 +48,7 @@ class PolicyGroup:
         """Start loading on every rank; finish with end_start. In two parts so that servers can load meanwhile."""
         master = get_all([self._actors[0].address.remote()])[0]
         world = len(self._actors)
-        return [
-            actor.start.remote(self._cfg, self._model_dir, rank, world, master)
-            for rank, actor in enumerate(self._actors)
-        ]
+        return [actor.start.remote(self._cfg, self._model_dir, rank, world, master) for rank, actor in enumerate(self._actors)]
 
     def end_start(self, started: list[Any]) -> None:
         self.facts = get_all(started)

@@ -101,8 +101,8 @@ class ChoiceArgs:
 def choice(args: dict[str, Any], split: str) -> list[Row]:
     """Random strings of digits and letters; for models that know nothing: the prompt says nothing about the answer.
 
-    By default a reply has to begin with a letter, which a random model over the built-in tokenizer does about half the
-    time.
+    By default a reply has to begin with a letter, which a random model over the built-in tokenizer does two times in
+    five.
     """
     values = parse_args(ChoiceArgs, args, WHERE)
     alphabet = string.digits + string.ascii_lowercase
@@ -144,9 +144,7 @@ def reasoning_gym(args: dict[str, Any], split: str) -> list[Row]:
         try:
             return list(library.create_dataset(values.name, size=values.size, seed=seed, **values.cfg))
         except (ValueError, TypeError, AssertionError) as error:
-            raise ValueError(
-                f"{WHERE}: reasoning-gym made no data set {values.name!r} ({error}); see name and cfg"
-            ) from error
+            raise ValueError(f"{WHERE}: reasoning-gym made no data set {values.name!r} ({error}); see name and cfg") from error
 
     train = items(2 * values.seed)
     questions = {item["question"] for item in train}
@@ -158,14 +156,10 @@ def _item_json(item: dict[str, Any], name: str) -> str:
     try:
         return json.dumps({key: item[key] for key in ("question", "answer", "metadata")}, sort_keys=True)
     except TypeError as error:
-        raise ValueError(
-            f"{WHERE}.name: items of {name} hold more than JSON can carry ({error}); choose another"
-        ) from error
+        raise ValueError(f"{WHERE}.name: items of {name} hold more than JSON can carry ({error}); choose another") from error
 
 
-GENERATORS: dict[str, Callable[[dict[str, Any], str], list[Row]]] = {
-    f.__name__: f for f in (arithmetic, choice, reasoning_gym)
-}
+GENERATORS: dict[str, Callable[[dict[str, Any], str], list[Row]]] = {f.__name__: f for f in (arithmetic, choice, reasoning_gym)}
 
 
 def _row(prompt: str, gold: str, data_source: str) -> Row:

@@ -20,9 +20,7 @@ class PromptRenderer:
 
     def __init__(self, tokenizer: Any, data: DataConfig) -> None:
         if PLACEHOLDER not in data.template:
-            raise ValueError(
-                f"data.template: {data.template!r} lacks {PLACEHOLDER}, which stands for the problem; add it"
-            )
+            raise ValueError(f"data.template: {data.template!r} lacks {PLACEHOLDER}, which stands for the problem; add it")
         for i, example in enumerate(data.few_shot):
             if len(example) != 2:
                 raise ValueError(f"data.few_shot[{i}]: {example!r} must be [question, reply]")

@@ -51,13 +51,9 @@ def _read(source: SourceConfig) -> Iterator[Row]:
     try:
         pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
     except re.error as error:
-        raise ValueError(
-            f"data source answer_pattern: {source.answer_pattern!r} is no regular expression: {error}"
-        ) from error
+        raise ValueError(f"data source answer_pattern: {source.answer_pattern!r} is no regular expression: {error}") from error
     if pattern is not None and not pattern.groups:
-        raise ValueError(
-            f"data source answer_pattern: {source.answer_pattern!r} needs a group (...) around the gold answer"
-        )
+        raise ValueError(f"data source answer_pattern: {source.answer_pattern!r} needs a group (...) around the gold answer")
     name = Path(source.path).name
     for number, record in enumerate(_records(source), 1):
         where = f"data source {source.path}, row {number}"
@@ -92,9 +88,7 @@ def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 try:
                     record = json.loads(line)
                 except ValueError as error:
-                    raise ValueError(
-                        f"data source {path}, line {number}: not JSON ({error}); correct the line"
-                    ) from error
+                    raise ValueError(f"data source {path}, line {number}: not JSON ({error}); correct the line") from error
                 if not isinstance(record, dict):
                     raise ValueError(f"data source {path}, line {number}: not a JSON object; correct the line")
                 yield record
@@ -111,10 +105,7 @@ def _parquet(path: Path, source: SourceConfig) -> Iterator[dict[str, Any]]:
         file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"data source {path}: not a parquet file ({error})") from error
-    used = {
-        key if key in file.schema_arrow.names else key.partition(".")[0]
-        for key in (source.prompt_key, source.answer_key)
-    }
+    used = {key if key in file.schema_arrow.names else key.partition(".")[0] for key in (source.prompt_key, source.answer_key)}
     columns = [name for name in file.schema_arrow.names if name in used | {"data_source"}]
     for batch in file.iter_batches(BATCH_ROWS, columns=columns):
         yield from batch.to_pylist()
@@ -170,8 +161,6 @@ def _gold(value: Any, pattern: re.Pattern[str] | None, where: str) -> str:
     if pattern is not None:
         match = pattern.search(text)
         if match is None or not (match[1] or "").strip():
-            raise ValueError(
-                f"{where}: answer_pattern {pattern.pattern!r} finds nothing in {text[-80:]!r}; correct either"
-            )
+            raise ValueError(f"{where}: answer_pattern {pattern.pattern!r} finds nothing in {text[-80:]!r}; correct either")
         text = match[1]
     return text.strip()

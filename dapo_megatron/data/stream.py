@@ -36,9 +36,7 @@ class _Encoded:
                 *(self.num_skipped_too_long, len(rows), data.max_prompt_tokens),
             )
         if not self.rows:
-            raise ValueError(
-                f"data.max_prompt_tokens: {data.max_prompt_tokens} leaves none of {len(rows)} prompts; raise it"
-            )
+            raise ValueError(f"data.max_prompt_tokens: {data.max_prompt_tokens} leaves none of {len(rows)} prompts; raise it")
 
     def prompt(self, number: int, index: int) -> Prompt:
         row = self.rows[number]

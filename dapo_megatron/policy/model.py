@@ -48,9 +48,7 @@ def _rope(hf: dict[str, Any]) -> tuple[float, float | None]:
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     if kind == "llama3" and all(params.get(k, v) == v for k, v in fixed.items()):
         return theta, float(params["factor"])
-    raise ValueError(
-        f"rope scaling {params}: only default and Llama 3's (low 1, high 4, original length 8192) are supported"
-    )
+    raise ValueError(f"rope scaling {params}: only default and Llama 3's (low 1, high 4, original length 8192) are supported")
 
 
 def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> TransformerConfig:

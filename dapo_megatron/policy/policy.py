@@ -9,29 +9,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from dapo_megatron.policy import cpu_backend
-
-cpu_backend.prepare_import()
-
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402 - after prepare_import
-from megatron.core.distributed import (  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.transformer.module import Float16Module  # noqa: E402
-from torch import Tensor  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
 
-from dapo_megatron.algo.objective import dapo_objective, merge_stats  # noqa: E402
-from dapo_megatron.config import Config  # noqa: E402
-from dapo_megatron.policy import checkpoint, model, weights_io  # noqa: E402
-from dapo_megatron.policy.forward import DeviceBatch, LogprobHead, run_model  # noqa: E402
-from dapo_megatron.records import MicroBatch  # noqa: E402
-from dapo_megatron.weights.hf_folder import HFFolder  # noqa: E402
-from dapo_megatron.weights.mapping import ModelShape  # noqa: E402
+from dapo_megatron.algo.objective import dapo_objective, merge_stats
+from dapo_megatron.config import Config
+from dapo_megatron.policy import checkpoint, cpu_backend, model, weights_io
+from dapo_megatron.policy.forward import DeviceBatch, LogprobHead, run_model
+from dapo_megatron.records import MicroBatch
+from dapo_megatron.weights.hf_folder import HFFolder
+from dapo_megatron.weights.mapping import ModelShape
 
 Stats = dict[str, float]
 

@@ -20,9 +20,7 @@ def soft_overlong_penalty(
             f"rollout.max_response_tokens ({max_response_tokens}); lower it"
         )
     if factor < 0:
-        raise ValueError(
-            f"reward.overlong.penalty_factor: {factor} must not be negative; 0 switches the punishment off"
-        )
+        raise ValueError(f"reward.overlong.penalty_factor: {factor} must not be negative; 0 switches the punishment off")
     excess = np.asarray(lengths, dtype=np.float64) - (max_response_tokens - cache_tokens)
     # without a cache the ramp is a step: only what is beyond the limit is punished
     share = excess / cache_tokens if cache_tokens else (excess > 0).astype(np.float64)

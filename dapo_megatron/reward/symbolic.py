@@ -37,9 +37,7 @@ def is_expensive(expression: str) -> bool:
             return True
     # a factorial of anything but a small number: 1000000!, (10^9)!, 5!!
     factorials = expression.count("!") - len(re.findall(r"\\!", expression))
-    small = [
-        n for n in re.findall(r"(?<!\d)(\d+)\s*!(?!\s*!)", expression) if int(n[:4]) <= MAX_FACTORIAL and len(n) < 4
-    ]
+    small = [n for n in re.findall(r"(?<!\d)(\d+)\s*!(?!\s*!)", expression) if int(n[:4]) <= MAX_FACTORIAL and len(n) < 4]
     if factorials > len(small):
         return True
     # Exponents of a compound base multiply, as in ((9^{999})^{999})^{999}; those of plain bases stand side by side.
@@ -79,6 +77,7 @@ def extract_expression(text: str) -> str | None:
 
 def parse_expression(expression: str) -> list:
     """math-verify's reading of one LaTeX expression without delimiters; empty if it can't be read."""
+    import latex2sympy2_extended  # noqa: F401 - math-verify swallows all errors, a broken import would be "unreadable"
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off

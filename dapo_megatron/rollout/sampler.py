@@ -22,9 +22,7 @@ from dapo_megatron.records import Completion, Group, Prompt
 from dapo_megatron.rollout.engine import GenerateRequest, RolloutEngine, SamplingParams
 from dapo_megatron.rollout.sampling_stats import AcceptanceRate, SamplingStats
 
-ABORT_RETRY_S = (
-    1.0  # an abort may overtake its request on the way to the engine, so it is repeated until all have returned
-)
+ABORT_RETRY_S = 1.0  # an abort may overtake its request on the way to the engine, so it is repeated until all have returned
 
 Score = Callable[[Prompt, list[Completion]], Awaitable[Group]]
 

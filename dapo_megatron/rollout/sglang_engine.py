@@ -211,9 +211,7 @@ class SGLangEngine:
     async def begin_update(self, version: int) -> None:
         """Pause the servers, empty their prefix caches, open the update. After a failed publish call it again."""
         if self._groups:
-            raise RuntimeError(
-                f"version {version} cannot be published while groups {sorted(self._groups)[:5]} are in flight"
-            )
+            raise RuntimeError(f"version {version} cannot be published while groups {sorted(self._groups)[:5]} are in flight")
         await asyncio.gather(*(self._begin_update(server) for server in self._servers))
 
     async def _begin_update(self, server: _Server) -> None:

@@ -89,9 +89,7 @@ class SGLangServer:
         if device not in ("cpu", "cuda"):
             raise ValueError(f"device: {device!r} is unknown; use 'cpu' or 'cuda'")
         if not (Path(model_dir) / "config.json").is_file():
-            raise ValueError(
-                f"model_dir: {str(model_dir)!r} has no config.json; give a folder in Hugging Face's format"
-            )
+            raise ValueError(f"model_dir: {str(model_dir)!r} has no config.json; give a folder in Hugging Face's format")
         self.model_dir = Path(model_dir)
         self.port = port or free_port(host)
         self.host, self.tp, self.dtype, self.device = host, tp, dtype, device
@@ -134,9 +132,7 @@ class SGLangServer:
         env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
         if self.device == "cpu":
             path = [str(CPU_STUB)] + [p for p in [env.get("PYTHONPATH")] if p]
-            env.update(
-                SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS=str(self.num_threads), PYTHONPATH=os.pathsep.join(path)
-            )
+            env.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS=str(self.num_threads), PYTHONPATH=os.pathsep.join(path))
         return env
 
     def start(self, progress: Callable[[float, str], None] | None = None) -> None:
@@ -242,9 +238,7 @@ def _spawn(args: list[str], env: dict[str, str], log: IO[bytes]) -> subprocess.P
 
     def own() -> None:
         try:
-            process = subprocess.Popen(
-                args, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            process = subprocess.Popen(args, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         except BaseException as e:
             made.set_exception(e)
         else:

@@ -74,9 +74,7 @@ def sglang_checksums(tensors: Iterable[tuple[str, Any]], layout: ServerLayout) -
             shard = torch.cat([_shard(hf_name, whole[i], i, rank, layout) for i in range(num_parts)])
             sums[f"{rank}/{name}"] = _hash(shard.contiguous())
     if parts:
-        raise ValueError(
-            f"checksums: only some of the parts of {sorted(parts)} were given; give all tensors of a layer"
-        )
+        raise ValueError(f"checksums: only some of the parts of {sorted(parts)} were given; give all tensors of a layer")
     return sums
 
 
@@ -132,9 +130,7 @@ class SGLangWeightSender:
 
         assert self._group is None, "open is called once"
         self._http = httpx.Client(base_url=self.url, timeout=self.timeout_s)
-        self._group_name = (
-            f"dapo-{sender}-of-{num_senders}-{uuid.uuid4().hex[:8]}"  # one left by a crash is in nobody's way
-        )
+        self._group_name = f"dapo-{sender}-of-{num_senders}-{uuid.uuid4().hex[:8]}"  # one left by a crash is in nobody's way
         # SGLang logs and skips a name it does not know, so we ask which ones it does.
         ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
         self._engine_names = frozenset(ranks[0]["checksums"])

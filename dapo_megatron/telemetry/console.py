@@ -47,9 +47,7 @@ class RunConsole:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._progress.stop()
 
     def header(self, lines: Mapping[str, object]) -> None:
@@ -117,9 +115,7 @@ def step_line(step: int, v: Mapping[str, float]) -> str:
         ("diff", "{:.1e}", ["sync/logprob_diff_mean"]),
         ("tok/s", "{:.0f}", ["throughput/generated_tokens_per_s"]),
     ]
-    texts = [
-        f"{name} {form.format(*(v[key] for key in keys))}" for name, form, keys in parts if all(k in v for k in keys)
-    ]
+    texts = [f"{name} {form.format(*(v[key] for key in keys))}" for name, form, keys in parts if all(k in v for k in keys)]
     seconds = [f"{phase} {v[f'time/{phase}_s']:.1f}" for phase in PHASES if v.get(f"time/{phase}_s", 0) >= 0.05]
     total = f"{v['time/step_s']:.1f} s" if "time/step_s" in v else ""
     timing = f" | {total} ({', '.join(seconds)})" if total else ""

@@ -68,9 +68,7 @@ METRICS: dict[str, Metric] = {
     "optimizer/grad_norm": Metric("norm", "global gradient norm before clipping, mean over the step's updates"),
     "optimizer/lr": Metric("1", "learning rate of the step"),
     "optimizer/updates": Metric("updates", "optimizer steps done in this rollout step"),
-    "optimizer/updates_skipped": Metric(
-        "updates", "mini-batches without an update: nothing valid or a gradient not finite"
-    ),
+    "optimizer/updates_skipped": Metric("updates", "mini-batches without an update: nothing valid or a gradient not finite"),
     # Trainer against rollout server
     "sync/logprob_diff_mean": Metric("nats", "mean |trainer's old log-prob - server's log-prob| of the trained tokens"),
     "sync/logprob_diff_max": Metric("nats", "the largest of these"),
@@ -86,9 +84,7 @@ METRICS: dict[str, Metric] = {
     "time/step_s": Metric("s", "the whole step, evaluation and checkpoint included"),
     "throughput/generated_tokens_per_s": Metric("tokens/s", "tokens/generated / time/rollout_s"),
     "throughput/trained_tokens_per_s": Metric("tokens/s", "tokens/packed / time/update_s"),
-    "memory/peak_gb": Metric(
-        "GB", "peak memory so far of the largest trainer rank: device memory on GPUs, else resident"
-    ),
+    "memory/peak_gb": Metric("GB", "peak memory so far of the largest trainer rank: device memory on GPUs, else resident"),
     # Prompt stream
     "data/epoch": Metric("epochs", "epoch of the next prompt, from 0"),
     "data/position": Metric("prompts", "prompts of the stream consumed so far, never falling"),

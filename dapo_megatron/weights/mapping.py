@@ -88,9 +88,7 @@ _COMMON = (
     Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), "replicated"),
 )
 _QKV_BIAS = (Rule((f"{_ATTENTION}linear_qkv.bias",), tuple(f"{n}.bias" for n in _HF_QKV), "qkv"),)
-_QK_NORM = tuple(
-    Rule((f"{_ATTENTION}{x}_layernorm.weight",), (f"{_HF_ATTENTION}{x}_norm.weight",), "replicated") for x in "qk"
-)
+_QK_NORM = tuple(Rule((f"{_ATTENTION}{x}_layernorm.weight",), (f"{_HF_ATTENTION}{x}_norm.weight",), "replicated") for x in "qk")
 _LM_HEAD = Rule(("output_layer.weight",), ("lm_head.weight",), "vocab")
 
 
@@ -126,9 +124,7 @@ def check_hf_names(names: Iterable[str], shape: ModelShape, where: str) -> None:
     if shape.tied:
         present.discard("lm_head.weight")
     expected = expected_hf_names(shape)
-    problems = [f"missing {n}" for n in sorted(expected - present)] + [
-        f"unknown {n}" for n in sorted(present - expected)
-    ]
+    problems = [f"missing {n}" for n in sorted(expected - present)] + [f"unknown {n}" for n in sorted(present - expected)]
     if problems:
         shown = ", ".join(problems[:6]) + (f" and {len(problems) - 6} more" if len(problems) > 6 else "")
         raise ValueError(f"{where}: tensors don't fit a {shape.family} model: {shown}")

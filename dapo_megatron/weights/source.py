@@ -70,9 +70,7 @@ def eos_token_ids(hf_folder: str | Path) -> tuple[int, ...]:
     if eos is not None:
         ids.add(eos)
     if not ids:
-        raise ValueError(
-            f"{folder}: no EOS token in config.json, generation_config.json or the tokenizer; add eos_token_id"
-        )
+        raise ValueError(f"{folder}: no EOS token in config.json, generation_config.json or the tokenizer; add eos_token_id")
     return tuple(sorted(ids))
 
 
@@ -87,9 +85,7 @@ def _from_path(path: Path, name: str, cache: Path) -> Path:
         return _from_gguf(path, cache)
     if _is_hf_folder(path):
         if not any((path / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-            raise ValueError(
-                f"model.path: {name} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); add it"
-            )
+            raise ValueError(f"model.path: {name} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json); add it")
         return path
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
@@ -118,9 +114,7 @@ def _from_hub(name: str) -> Path:
             "Check the spelling and the network, or download the model and give its folder"
         ) from error
     if not _is_hf_folder(folder):
-        raise ValueError(
-            f"model.path: {name} has no config.json with *.safetensors on the hub; choose a safetensors model"
-        )
+        raise ValueError(f"model.path: {name} has no config.json with *.safetensors on the hub; choose a safetensors model")
     return folder
 
 
@@ -227,9 +221,7 @@ def _random_model(arguments: dict[str, Any], cache: Path) -> Path:
     try:
         text = json.dumps(arguments, sort_keys=True)
     except TypeError as error:
-        raise ValueError(
-            f"model.random_model: {arguments!r} holds something other than numbers, strings, lists"
-        ) from error
+        raise ValueError(f"model.random_model: {arguments!r} holds something other than numbers, strings, lists") from error
     digest = hashlib.sha256(text.encode()).hexdigest()[:12]
     return _cached(cache, f"random-{digest}-v{CACHE_VERSION}", lambda folder: _build_random(arguments, folder))
 
@@ -250,15 +242,11 @@ def _build_random(arguments: dict[str, Any], folder: Path) -> None:
     tokenizer = build_char_tokenizer()
     vocab_size = values.setdefault("vocab_size", len(tokenizer))
     if vocab_size < len(tokenizer):
-        raise ValueError(
-            f"model.random_model.vocab_size: {vocab_size} is under the tokenizer's {len(tokenizer)}; raise it"
-        )
+        raise ValueError(f"model.random_model.vocab_size: {vocab_size} is under the tokenizer's {len(tokenizer)}; raise it")
     known = CONFIG_MAPPING[model_type]().to_dict()
     unknown = sorted(set(values) - set(known) - {"rope_theta"})
     if unknown:
-        raise ValueError(
-            f"model.random_model: {model_type} has no {', '.join(unknown)}; its keys: {', '.join(sorted(known))}"
-        )
+        raise ValueError(f"model.random_model: {model_type} has no {', '.join(unknown)}; its keys: {', '.join(sorted(known))}")
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     config = CONFIG_MAPPING[model_type](**{**values, **special})
     with torch.random.fork_rng(devices=[]):

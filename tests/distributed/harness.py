@@ -97,9 +97,7 @@ def pack(samples: list[Sample], cfg: Config) -> list[list[Any]]:
     )
 
 
-def reference(
-    model_dir: Path, samples: list[Sample], cfg: Config, old: list[np.ndarray] | None = None
-) -> dict[str, Any]:
+def reference(model_dir: Path, samples: list[Sample], cfg: Config, old: list[np.ndarray] | None = None) -> dict[str, Any]:
     """Loss, gradients and per-sample log-probs by transformers and autograd in fp64, from the formula (not our objective)."""
     from transformers import AutoModelForCausalLM
 

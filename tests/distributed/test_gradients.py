@@ -59,9 +59,7 @@ def test_gradients_equal_transformers(ranks: RankPool, models: dict[str, Path], 
     check(ranks, models[model], make_config(**LAYOUTS[layout], parallel__max_tokens_per_microbatch=40))
 
 
-@pytest.mark.parametrize(
-    ("model", "layout"), [("qwen2_tied", "tp2 sp"), ("qwen3_untied", "tp2"), ("qwen3_untied", "tp2 sp")]
-)
+@pytest.mark.parametrize(("model", "layout"), [("qwen2_tied", "tp2 sp"), ("qwen3_untied", "tp2"), ("qwen3_untied", "tp2 sp")])
 def test_gradients_of_other_families(ranks: RankPool, models: dict[str, Path], model: str, layout: str) -> None:
     check(ranks, models[model], make_config(**LAYOUTS[layout]))
 

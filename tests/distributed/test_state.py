@@ -33,9 +33,7 @@ def export(rank: int, model_dir: str, cfg: Any, out: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
-def test_hf_round_trip_is_exact(
-    ranks: RankPool, models: dict[str, Path], tmp_path: Path, model: str, layout: str
-) -> None:
+def test_hf_round_trip_is_exact(ranks: RankPool, models: dict[str, Path], tmp_path: Path, model: str, layout: str) -> None:
     cfg = make_config(**LAYOUTS[layout], publish__bucket_mb=0)  # every tensor is a bucket
     ranks.run(export, cfg.world_size, str(models[model]), cfg, str(tmp_path / "out"))
     before, after = all_tensors(models[model]), all_tensors(tmp_path / "out")
@@ -69,9 +67,7 @@ def run_steps(ranks: RankPool, model_dir: Path, cfg: Any, todo: int, tmp: Path, 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_resume_is_bit_for_bit(
-    ranks: RankPool, models: dict[str, Path], tmp_path: Path, layout: str, dtype: str
-) -> None:
+def test_resume_is_bit_for_bit(ranks: RankPool, models: dict[str, Path], tmp_path: Path, layout: str, dtype: str) -> None:
     cfg = make_config(**LAYOUTS[layout], model__dtype=dtype, optimizer__clip_grad=0.5)
     whole = run_steps(ranks, models["llama_tied"], cfg, 3, tmp_path)
     half = run_steps(ranks, models["llama_tied"], cfg, 2, tmp_path, save=str(tmp_path / "checkpoint"))

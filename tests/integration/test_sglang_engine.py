@@ -35,9 +35,7 @@ def model(tiny_model_dir) -> Any:
 @pytest.fixture
 def engine(sglang_server, tiny_model_dir, model) -> Iterator[SGLangEngine]:
     """Afterwards the server holds the weights of `model` again, under a version that no test uses."""
-    engine = SGLangEngine(
-        [sglang_server.url], tiny_model_dir, dtype="float32", request_timeout_s=60, update_timeout_s=30
-    )
+    engine = SGLangEngine([sglang_server.url], tiny_model_dir, dtype="float32", request_timeout_s=60, update_timeout_s=30)
     yield engine
     asyncio.run(with_close(engine, lambda: publish(engine, named(model), 0)))
 

@@ -129,9 +129,7 @@ ROW = {"question": "1 + 1", "answer": "2"}
     ],
     ids=["empty", "no gold answer", "no answer column", "gold answer that no response matches"],
 )
-def test_data_sets_that_cannot_be_used(
-    content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_sets_that_cannot_be_used(content: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.jsonl").write_text(content, encoding="utf-8")
     source = f"data.train={{path: {tmp_path}/train.jsonl, prompt_key: question, answer_key: answer}}"
     assert main(["data", TINY, source, "reward.verifier=exact_answer", f"run.dir={tmp_path}"]) == 1
@@ -156,9 +154,7 @@ def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_is_quick() -> None:
     start = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-m", "dapo_megatron.cli", "--help"], capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run([sys.executable, "-m", "dapo_megatron.cli", "--help"], capture_output=True, text=True, timeout=60)
     seconds = time.monotonic() - start
     assert result.returncode == 0 and "train" in result.stdout
     assert seconds < 5  # well under one second on an idle machine; other tests may be running

@@ -174,9 +174,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("overrides", "field", "message"), WRONG, ids=[" ".join(o) for o, _, _ in WRONG])
-def test_wrong_values_name_the_field_and_the_remedy(
-    tmp_path: Path, overrides: list[str], field: str, message: str
-) -> None:
+def test_wrong_values_name_the_field_and_the_remedy(tmp_path: Path, overrides: list[str], field: str, message: str) -> None:
     found = faults(tmp_path, *overrides)
     assert field in found
     assert message in str(found[field])
@@ -184,9 +182,7 @@ def test_wrong_values_name_the_field_and_the_remedy(
 
 def test_values_and_structure_are_reported_together(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_valid_config(
-            TINY, [f"run.dir={tmp_path}", "run.stepz=1", "sampling.samples_per_prompt=1", "rollout.top_p=0.5"]
-        )
+        load_valid_config(TINY, [f"run.dir={tmp_path}", "run.stepz=1", "sampling.samples_per_prompt=1", "rollout.top_p=0.5"])
     assert {p.field for p in caught.value.problems} == {"run.stepz", "sampling.samples_per_prompt", "rollout.top_p"}
 
 

@@ -111,7 +111,7 @@ def test_reasoning_gym_items_go_through_their_own_scorer():
         answer = json.loads(row.gold)["answer"]
         assert verify(f"Answer: {answer}", row.gold).correct
         assert not verify(f"Answer: {answer}1", row.gold).correct
-    with pytest.raises(ValueError, match="reasoning-gym can't make 'nope'"):
+    with pytest.raises(ValueError, match="reasoning-gym made no data set 'nope'"):
         load("reasoning_gym", name="nope")
     with pytest.raises(ValueError, match="chain_sum"):
         load("reasoning_gym", name="chain_sum", cfg={"no_such": 1})

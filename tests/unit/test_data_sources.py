@@ -28,9 +28,7 @@ def write_lines(path, records):
 def test_verl_rows_from_every_file_kind_are_the_same(tmp_path):
     records = [verl("1+1?", "2"), verl("2+2?", "4")]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "d.parquet")
-    paths = [write_lines(tmp_path / name, records) for name in ("d.jsonl", "d.jsonl.gz")] + [
-        str(tmp_path / "d.parquet")
-    ]
+    paths = [write_lines(tmp_path / name, records) for name in ("d.jsonl", "d.jsonl.gz")] + [str(tmp_path / "d.parquet")]
     first, *others = [list(load_rows(SourceConfig(path=path))) for path in paths]
     assert [(row.prompt, row.gold, row.data_source) for row in first] == [
         ((("user", "1+1?"),), "2", "math"),
@@ -54,9 +52,7 @@ def test_local_folder_through_datasets(tmp_path, monkeypatch):
 def test_flat_rows_pattern_and_number_golds(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", [{"question": "a?", "answer": "so 6*7\n#### 42 "}])
     assert load_rows(SourceConfig(path=path, answer_pattern="#### (.*)", **FLAT))[0].gold == "42"
-    path = write_lines(
-        tmp_path / "d.jsonl", [{"question": q, "answer": a} for q, a in (("a", 70.0), ("b", 7), ("c", 0.5))]
-    )
+    path = write_lines(tmp_path / "d.jsonl", [{"question": q, "answer": a} for q, a in (("a", 70.0), ("b", 7), ("c", 0.5))])
     assert [row.gold for row in load_rows(SourceConfig(path=path, **FLAT))] == ["70", "7", "0.5"]
 
 
@@ -124,7 +120,7 @@ def test_pattern_that_finds_nothing_and_wrong_patterns(tmp_path):
     path = write_lines(tmp_path / "d.jsonl", [{"question": "a?", "answer": "42"}])
     with pytest.raises(ValueError, match=r"row 1, answer: answer_pattern '#### \(\.\*\)' finds nothing in '42'"):
         load_rows(SourceConfig(path=path, answer_pattern="#### (.*)", **FLAT))
-    with pytest.raises(ValueError, match="is no pattern"):
+    with pytest.raises(ValueError, match="is no regular expression"):
         load_rows(SourceConfig(path=path, answer_pattern="(", **FLAT))
     with pytest.raises(ValueError, match="needs a group"):
         load_rows(SourceConfig(path=path, answer_pattern="####", **FLAT))

@@ -19,9 +19,7 @@ def make_rows(count, length=3):
 
 
 def make_stream(rows=None, seed=1, **data):
-    return PromptStream(
-        make_rows(10) if rows is None else rows, TOKENIZER, DataConfig(**{"format": "plain", **data}), seed
-    )
+    return PromptStream(make_rows(10) if rows is None else rows, TOKENIZER, DataConfig(**{"format": "plain", **data}), seed)
 
 
 def take(stream, count):

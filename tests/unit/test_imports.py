@@ -102,9 +102,7 @@ def test_the_import_reader_sees_lazy_relative_and_submodule_imports() -> None:
 
 def test_train_names_no_engine_and_no_megatron_file() -> None:
     ours = ours_imported("train", PACKAGE / "train.py")
-    assert not [
-        o for o in ours if within(o, "policy") or (within(o, "rollout") and o.endswith(("sglang_engine", "local")))
-    ]
+    assert not [o for o in ours if within(o, "policy") or (within(o, "rollout") and o.endswith(("sglang_engine", "local")))]
 
 
 @pytest.mark.parametrize("name", LIGHT)

@@ -37,9 +37,7 @@ def test_clips_by_hand(ratio, advantage, loss, gradient, clipped):
     value, grad, stats = objective([ratio], [advantage])
     assert value == pytest.approx(loss, rel=1e-6)
     assert grad.item() == pytest.approx(gradient, rel=1e-6)  # d(rho A) / d(log-prob) = rho A
-    assert [name for name in ("clipped_high", "clipped_low", "dual_clipped") if stats[name]] == [clipped] * bool(
-        clipped
-    )
+    assert [name for name in ("clipped_high", "clipped_low", "dual_clipped") if stats[name]] == [clipped] * bool(clipped)
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,7 @@ def sequences(microbatch):
 def per_token(samples, field):
     """field of every response token by token id: tokens are unique."""
     return {
-        int(token): value
-        for s in samples
-        for token, value in zip(s.token_ids[s.prompt_len :], getattr(s, field), strict=True)
+        int(token): value for s in samples for token, value in zip(s.token_ids[s.prompt_len :], getattr(s, field), strict=True)
     }
 
 

@@ -169,9 +169,7 @@ def test_gsm8k_rejects(response):
     assert not make_verifier("gsm8k")(response, "42").correct
 
 
-@pytest.mark.parametrize(
-    "response", ["Answer: 14", " answer: 14\n", "7 + 7. Answer:14", "Answer: 014", "Answer: 14<|im_end|>"]
-)
+@pytest.mark.parametrize("response", ["Answer: 14", " answer: 14\n", "7 + 7. Answer:14", "Answer: 014", "Answer: 14<|im_end|>"])
 def test_exact_answer_accepts(response):
     assert make_verifier("exact_answer")(response, "14").correct
 
@@ -260,3 +258,16 @@ def test_validate_gold():
     for name, gold in bad.items():
         with pytest.raises(ValueError, match=f"verifier {name} needs"):
             validate_gold(name, gold)
+
+
+def test_reasoning_gym_items_without_one_answer_are_judged_by_their_scorer():
+    pytest.importorskip("reasoning_gym")
+    import reasoning_gym
+
+    item = next(iter(reasoning_gym.create_dataset("propositional_logic", size=1, seed=0)))
+    assert item["answer"] is None
+    gold = json.dumps(item)
+    validate_gold("reasoning_gym", gold)
+    verdict = make_verifier("reasoning_gym")(f"Answer: {item['metadata']['example_answer']}", gold)
+    assert verdict.correct and not verdict.error
+    assert not make_verifier("reasoning_gym")("Answer: nonsense", gold).correct

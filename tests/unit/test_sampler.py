@@ -102,9 +102,7 @@ def make_sampler(engine, verdicts, stream=None, seed=7, params=None, binary_rewa
 
     async def score_now(prompt, completions):
         correct = np.array(verdicts(prompt.index), bool)
-        return Group(
-            prompt, completions, [""] * len(completions), correct, correct.astype(np.float32), np.zeros(len(correct))
-        )
+        return Group(prompt, completions, [""] * len(completions), correct, correct.astype(np.float32), np.zeros(len(correct)))
 
     return DynamicSampler(
         SamplingConfig(**{"prompts_per_step": 4, "samples_per_prompt": 2, **config}),
@@ -146,9 +144,7 @@ def collect(sampler, engine, rank=lambda index: index, version=0):
 
 
 def content(batch):
-    return [
-        (g.prompt.index, [(c.token_ids.tolist(), c.logprobs.tolist()) for c in g.completions]) for g in batch.groups
-    ]
+    return [(g.prompt.index, [(c.token_ids.tolist(), c.logprobs.tolist()) for c in g.completions]) for g in batch.groups]
 
 
 def check_accounts(stats):
@@ -346,9 +342,7 @@ def test_budget_smaller_batch():
 @pytest.mark.parametrize(("on_budget", "kept"), [("stop", 1), ("smaller_batch", 0), ("stop", 0)])
 def test_budget_error(on_budget, kept):
     engine = Engine()
-    sampler = make_sampler(
-        engine, lambda i: (1, 0) if i < kept else (i % 2,) * 2, on_budget=on_budget, max_groups_factor=2
-    )
+    sampler = make_sampler(engine, lambda i: (1, 0) if i < kept else (i % 2,) * 2, on_budget=on_budget, max_groups_factor=2)
     with pytest.raises(RuntimeError) as error:
         collect(sampler, engine)
     message = str(error.value)
