@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dapo_megatron.cluster.cluster import Cluster
 from dapo_megatron.config import Config
 from dapo_megatron.data.sources import load_rows
 from dapo_megatron.data.stream import PromptStream, eval_prompts
@@ -15,6 +14,9 @@ from dapo_megatron.rollout.engine import SamplingParams
 from dapo_megatron.rollout.sampler import DynamicSampler
 from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.weights.source import eos_token_ids, resolve_model
+
+if TYPE_CHECKING:
+    from dapo_megatron.cluster.cluster import Cluster  # imports ray
 
 
 @dataclass
@@ -57,8 +59,7 @@ def prepare(cfg: Config) -> Prepared:
         validate_gold(cfg.reward.verifier, row.gold)
     held_out: list[Prompt] = []
     if cfg.eval.every >= 0:
-        held_out = eval_prompts(load_rows(cfg.data.eval), tokenizer, cfg.data)
-        held_out = held_out[: cfg.eval.prompts or None]
+        held_out = eval_prompts(load_rows(cfg.data.eval), tokenizer, cfg.data, cfg.eval.prompts)
     return Prepared(
         cfg=cfg,
         model_dir=model_dir,
@@ -70,7 +71,7 @@ def prepare(cfg: Config) -> Prepared:
     )
 
 
-def make_sampler(cfg: Config, prepared: Prepared, cluster: Cluster) -> DynamicSampler:
+def make_sampler(cfg: Config, prepared: Prepared, cluster: "Cluster") -> DynamicSampler:
     params = SamplingParams(
         max_new_tokens=cfg.rollout.max_response_tokens,
         temperature=cfg.rollout.temperature,

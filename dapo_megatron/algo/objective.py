@@ -36,7 +36,7 @@ def dapo_objective(
     - num_tokens; loss_sum: sum of weight * loss
     - clipped_high (A > 0 and rho > 1 + clip_high), clipped_low (A < 0 and rho < 1 - clip_low), dual_clipped (A < 0
       and rho > c): number of tokens without gradient
-    - ratio_sum, ratio_max; ratio_error_max: largest |rho - 1|
+    - ratio_sum, ratio_max
     - k1_sum (old - new), k3_sum (exp(d) - 1 - d with d = new - old): estimates of KL(old || new)
     - entropy_sum (0 without `entropy`), prob_sum: probability of the token
     """
@@ -58,7 +58,6 @@ def dapo_objective(
 
     with torch.no_grad():
         positive, negative = mask & (advantage > 0), mask & (advantage < 0)
-        deviation = torch.where(mask, (ratio - 1.0).abs(), zero)
         sums = {
             "num_tokens": mask,
             "clipped_high": positive & (ratio > 1.0 + clip_high),
@@ -73,7 +72,6 @@ def dapo_objective(
         stats = {name: value.sum(dtype=torch.float64) for name, value in sums.items()}
         stats["loss_sum"] = loss_sum.detach().double()
         stats["ratio_max"] = _max(torch.where(mask, ratio, zero))
-        stats["ratio_error_max"] = _max(deviation)
     return loss_sum, stats
 
 

@@ -25,7 +25,7 @@ class RewardWorker:
 
     def verify(self, token_ids: list[Any], gold: str) -> list[tuple[str, Verdict]]:
         """Text and verdict of each response."""
-        texts = [self._tokenizer.decode(ids.tolist(), skip_special_tokens=True) for ids in token_ids]
+        texts = [str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)) for ids in token_ids]
         return [(text, self._scorer.verify(text, gold)) for text in texts]
 
 

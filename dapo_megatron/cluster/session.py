@@ -60,6 +60,6 @@ def unwrapped(error: RayTaskError) -> Exception:
 def redirect_output(log: str) -> None:
     """In a worker: what it and its children print goes into the run's folder."""
     Path(log).parent.mkdir(parents=True, exist_ok=True)
-    file = open(log, "a", buffering=1)  # noqa: SIM115 - lives as long as the process
+    file = Path(log).open("a", buffering=1)  # noqa: SIM115 - lives as long as the process
     os.dup2(file.fileno(), sys.stdout.fileno())
     os.dup2(file.fileno(), sys.stderr.fileno())

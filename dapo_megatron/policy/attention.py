@@ -1,5 +1,6 @@
 """Core attention and norm for machines without Transformer Engine: plain torch, packed sequences, sequence parallelism."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class PackedAttention(torch.nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> Tensor:
         """query [T, heads, dim], key and value [T, groups, dim] -> [T, heads * dim]."""
         cu_seqlens = packed_seq_params.cu_seqlens_q.tolist()
-        lengths = [b - a for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(cu_seqlens)]
         out = torch.zeros_like(query)
         for bucket in length_buckets(lengths):
             longest = lengths[bucket[0]]

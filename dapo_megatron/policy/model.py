@@ -59,7 +59,7 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
     parallel, dtype = cfg.parallel, DTYPES[cfg.model.dtype]
     on_gpu = torch.cuda.is_available()
     fused = choose_kernels() == "transformer_engine"
-    recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=hf["hidden_size"],

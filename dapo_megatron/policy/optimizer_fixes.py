@@ -34,7 +34,8 @@ def allocate_moments(part: Any) -> None:
 
 def keep_bucket_padding(part: Any) -> None:
     """Gathered state leaves out the padding between buckets, and is then cut by positions that count it: every parameter behind
-    a padded bucket is saved with its neighbours' values. Tied embeddings under pipeline parallelism have a bucket of their own."""
+    a padded bucket is saved with its neighbours' values. It happens with tied embeddings under pipeline parallelism, which have
+    a bucket of their own."""
     original = type(part).get_parameter_state_dp_zero
 
     def padded(*args: Any, **kwargs: Any) -> Any:
@@ -59,8 +60,8 @@ def _spread(packed: torch.Tensor, buffer: Any) -> torch.Tensor:
 
 
 def expect_step_tensor(part: Any) -> None:
-    """Megatron leaves torch Adam's `step` out of what it loads for a parameter, yet looks for it there and fails. The step itself
-    comes with the parameter groups."""
+    """Megatron leaves torch Adam's `step` out of what it loads for a parameter, yet looks for it there and fails. The step
+    itself comes with the parameter groups."""
     original = type(part)._set_main_param_and_optimizer_states
 
     def with_step(param: Any, tensors: dict[str, Any]) -> None:

@@ -219,4 +219,7 @@ def _objective(batch: DeviceBatch, output: Tensor, **settings: float) -> tuple[T
     loss, stats = dapo_objective(
         logprobs, batch.old_logprobs, batch.advantages, batch.weights, batch.mask, entropy=entropy, **settings
     )
+    fresh = batch.mask & ~batch.stale
+    error = (logprobs.detach() - batch.old_logprobs)[fresh].exp().sub(1.0).abs()
+    stats["fresh_ratio_error_max"] = error.max() if len(error) else error.sum()
     return loss, torch.tensor(batch.num_valid, dtype=torch.int), stats

@@ -71,22 +71,17 @@ def request_seed(run_seed: int, prompt_index: int, sample: int, offset: int = 0)
     return int.from_bytes(digest) >> 1
 
 
-def is_informative(group: Group, binary: bool = True) -> bool:
-    """Whether the group's advantages can differ, by the raw verdicts: 0 < number of correct < G.
-
-    Where rule-based rewards take more than two values (`binary` False): by the spread of the raw reward. Never by the
-    shaped one: a length penalty would make a uniformly wrong group look informative.
-    """
-    if binary:
-        return 0 < int(group.correct.sum()) < len(group.correct)
-    return bool(group.raw_reward.min() < group.raw_reward.max())
+def is_informative(group: Group) -> bool:
+    """0 < number of correct < G, by the raw verdicts. Never by the shaped reward: a length penalty would make a uniformly
+    wrong group look informative."""
+    return 0 < int(group.correct.sum()) < len(group.correct)
 
 
 class DynamicSampler:
     """Fills batches of prompts_per_step informative groups from the prompt stream.
 
     `score` turns a prompt and its G responses into a Group. `params` are the training's sampling parameters, with the
-    response limit as max_new_tokens. `binary_reward` False filters by the raw reward's spread (is_informative).
+    response limit as max_new_tokens.
     """
 
     def __init__(
@@ -97,7 +92,6 @@ class DynamicSampler:
         score: Score,
         params: SamplingParams,
         seed: int,
-        binary_reward: bool = True,
     ):
         for name, choices in (("surplus", ("rewind", "carry")), ("on_budget", ("smaller_batch", "stop"))):
             if getattr(config, name) not in choices:
@@ -105,7 +99,7 @@ class DynamicSampler:
         if engine.max_inflight_groups < 1:
             raise ValueError(f"rollout.max_inflight_groups: {engine.max_inflight_groups} is too small; use at least 1")
         self.config, self.stream, self.engine, self.score = config, stream, engine, score
-        self.params, self.seed, self.binary_reward = params, seed, binary_reward
+        self.params, self.seed = params, seed
         self.rate = AcceptanceRate()
         self.carried: list[_Entry] = []
         self.num_attempts = 0  # groups ever started: makes request ids unique in the run
@@ -256,7 +250,7 @@ class _Collect:
         assert group is not None
         self.position = entry.position
         num_correct = int(group.correct.sum())
-        keep = not self.config.dynamic or is_informative(group, self.sampler.binary_reward)
+        keep = not self.config.dynamic or is_informative(group)
         self.rate.update(keep)
         (self.kept if keep else self.filtered).append(group)
         if keep:

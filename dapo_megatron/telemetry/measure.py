@@ -126,7 +126,7 @@ def _objective(updates: list[list[Stats]], num_minibatches: int) -> dict[str, fl
         **metrics,
         **{name: total[key] / tokens for name, key in shares.items()},
         "policy/ratio_max": total["ratio_max"],
-        "policy/first_ratio_error_max": float(per_update[0]["ratio_error_max"]),
+        "policy/first_ratio_error_max": float(per_update[0]["fresh_ratio_error_max"]),
         "policy/loss": float(np.mean([float(u["loss_sum"]) / float(u["num_tokens"]) for u in per_update])),
         "optimizer/grad_norm": float(np.mean([float(u["grad_norm_max"]) for u in per_update])),
     }

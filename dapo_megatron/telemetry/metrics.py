@@ -60,7 +60,9 @@ METRICS: dict[str, Metric] = {
     "policy/clip_low_share": Metric("share", "tokens with A < 0 and ratio < 1 - clip_low: their gradient is cut off"),
     "policy/dual_clip_share": Metric("share", "tokens with A < 0 whose ratio is above the dual clip"),
     "policy/ratio_max": Metric("ratio", "largest new/old probability ratio of a token"),
-    "policy/first_ratio_error_max": Metric("ratio", "first mini-batch of the step: largest |ratio - 1|; rounding only"),
+    "policy/first_ratio_error_max": Metric(
+        "ratio", "first mini-batch of the step, tokens not carried over: largest |ratio - 1|"
+    ),
     "policy/k1": Metric("nats", "mean(logp_old - logp_new), KL(old, new) by the estimator k1"),
     "policy/k3": Metric("nats", "mean(exp(d) - 1 - d), d = logp_new - logp_old: KL(old, new) by k3, never negative"),
     "policy/loss": Metric("loss", "the minimised objective, mean over the step's mini-batches"),

@@ -18,16 +18,16 @@ from dapo_megatron.config import Config, ModelConfig, ParallelConfig
 from dapo_megatron.records import Sample
 
 VOCAB = 67  # not a multiple of 2: vocabulary padding is always at work
-COMMON = dict(
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=VOCAB,
-    max_position_embeddings=128,
-    initializer_range=0.2,
-)
+COMMON = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "llama_untied": dict(model_type="llama", tie_word_embeddings=False, **COMMON),
     "llama_tied": dict(model_type="llama", tie_word_embeddings=True, **COMMON),

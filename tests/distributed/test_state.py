@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.harness import MODELS, RankPool, make_config, make_samples, pack
 
-LAYOUTS = {"one rank": dict(), "tp2 sp": dict(tp=2, sequence_parallel=True), "pp2": dict(pp=2), "dp2": dict(dp=2)}
+LAYOUTS = {"one rank": {}, "tp2 sp": {"tp": 2, "sequence_parallel": True}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -97,7 +97,7 @@ async def settle():
         await asyncio.sleep(0)
 
 
-def make_sampler(engine, verdicts, stream=None, seed=7, params=None, binary_reward=True, score=None, **config):
+def make_sampler(engine, verdicts, stream=None, seed=7, params=None, score=None, **config):
     """`verdicts(index)` is the correctness of a prompt's responses."""
 
     async def score_now(prompt, completions):
@@ -111,7 +111,6 @@ def make_sampler(engine, verdicts, stream=None, seed=7, params=None, binary_rewa
         score or score_now,
         params or SamplingParams(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(EOS,)),
         seed,
-        binary_reward,
     )
 
 
@@ -562,12 +561,6 @@ def test_filter_looks_at_the_raw_verdict_never_at_the_shaped_reward():
     assert not is_informative(group_of([True, True], [1.0, 1.0], [0.0, -0.5]))
     # Rewards that the penalty happens to make equal
     assert is_informative(group_of([True, False], [1.0, 0.0], [-1.0, 0.0]))
-
-
-def test_filter_of_rewards_that_are_not_binary():
-    assert is_informative(group_of([False, False], [0.0, 0.5], [0.0, 0.0]), binary=False)
-    assert not is_informative(group_of([False, False], [0.5, 0.5], [0.0, -1.0]), binary=False)
-    assert not is_informative(group_of([False, False], [0.0, 0.5], [0.0, 0.0]), binary=True)
 
 
 def test_request_seeds_are_the_same_in_every_process():
