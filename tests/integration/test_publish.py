@@ -1,0 +1,68 @@
+"""The trainer's weights in a real SGLang server: the same log-probs after a publish, and visibly not without one."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dapo_megatron.cluster.cluster import Cluster, start_cluster
+from dapo_megatron.config import Config
+from dapo_megatron.config_io import load_config
+from dapo_megatron.setup import make_sampler, prepare
+from dapo_megatron.train import pack
+from dapo_megatron.weights.publish import Publisher
+from dapo_megatron.algo.samples import build_samples, split_minibatches
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Trial:
+    """Cluster of the tiny configuration, driven by hand."""
+
+    def __init__(self, cfg: Config, cluster: Cluster, prepared: Any) -> None:
+        self.cfg, self.cluster = cfg, cluster
+        self.sampler = make_sampler(cfg, prepared, cluster)
+        self.publisher = Publisher(cluster.policy, cluster.engine, check=True)
+        self.version = 0
+        self.publisher.connect()
+
+    async def publish(self) -> None:
+        self.version += 1
+        await self.publisher.publish(self.version)
+
+    async def drift(self, update: bool) -> float:
+        """Largest |trainer's - server's| log-prob of freshly sampled tokens; then, if wanted, an update of the trainer."""
+        sampled = await self.sampler.collect(self.version)
+        minibatches = split_minibatches(build_samples(sampled.groups, version=self.version), 8)
+        self.cluster.policy.load_batch(pack(self.cfg, minibatches))
+        (stats,) = self.cluster.policy.old_logprobs()
+        if update:
+            self.cluster.policy.update(0, lr=1e-2)
+        return stats["diff_max"]
+
+
+@pytest.fixture(scope="module", params=["1.0", "0.6"])
+def trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
+    overrides = [f"rollout.temperature={request.param}", "sampling.prompts_per_step=8", "sampling.dynamic=false"]
+    cfg = load_config(ROOT / "configs/tiny_cpu.yaml", overrides)
+    prepared = prepare(cfg)
+    with start_cluster(cfg, prepared.model_dir, prepared.eos_ids, tmp_path_factory.mktemp("run")) as cluster:
+        yield Trial(cfg, cluster, prepared)
+
+
+def test_server_equals_trainer_after_a_publish_and_only_then(trial: Trial) -> None:
+    async def scenario() -> None:
+        await trial.publish()
+        assert await trial.drift(update=True) <= 1e-4
+        await trial.publish()
+        assert await trial.drift(update=True) <= 1e-4  # the same prompts again: no stale prefix is hit
+        # The publish left out: the same measurement sees it, and so does the comparison of checksums.
+        assert await trial.drift(update=False) > 1e-2
+        with pytest.raises(RuntimeError, match=r"publish\.check: engine 0 does not hold version"):
+            await trial.publisher.compare()
+        await trial.publish()
+        assert await trial.drift(update=False) <= 1e-4
+
+    asyncio.run(scenario())

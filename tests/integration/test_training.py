@@ -1,0 +1,160 @@
+"""Whole runs of the tiny configuration through the command line: Ray, Megatron ranks, a rollout engine, files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from dapo_megatron.telemetry.metrics import METRICS, read_metrics
+
+TIMINGS = ("time/", "throughput/", "memory/")
+
+
+class CliRun:
+    """One `dapo train` of configs/tiny_cpu.yaml. All its processes carry a mark in their environment."""
+
+    def __init__(self, root: Path, folder: Path, *overrides: str) -> None:
+        self.mark = uuid.uuid4().hex
+        self.folder = folder / "tiny_cpu"
+        command = [sys.executable, "-m", "dapo_megatron.cli", "train", str(root / "configs/tiny_cpu.yaml")]
+        self.process = subprocess.Popen(
+            [*command, f"run.dir={folder}", *overrides],
+            env={**os.environ, "DAPO_TEST_MARK": self.mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, code: int = 0) -> str:
+        output, _ = self.process.communicate(timeout=400)
+        assert self.process.returncode == code, output + self.logs()
+        return output
+
+    def logs(self) -> str:
+        return "".join(f"--- {p}\n{p.read_text()[-3000:]}\n" for p in (self.folder / "logs").glob("*.log"))
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 300
+        while not any(row["step"] >= step for row in read_metrics(self.folder / "metrics.jsonl")):
+            assert self.process.poll() is None and time.monotonic() < deadline, self.logs()
+            time.sleep(0.02)
+
+    def survivors(self, within_s: float = 20.0) -> list[str]:
+        """Command lines of processes of this run that are still there."""
+        deadline = time.monotonic() + within_s
+        while (alive := list(_marked(self.mark))) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return alive
+
+
+def _marked(mark: str) -> list[str]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("DAPO_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline())[:100])
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def without_timings(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.startswith(TIMINGS)}
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> CliRun:
+    """The configuration as it is, with SGLang; checks of every publish and an export besides."""
+    root = Path(__file__).resolve().parents[2]
+    run = CliRun(root, tmp_path_factory.mktemp("learned"), "publish.check=true", "checkpoint.export_hf=true")
+    run.output = run.finish()  # type: ignore[attr-defined]
+    return run
+
+
+def test_reward_rises(learned: CliRun) -> None:
+    """Mean reward of the last third above that of the first third by three standard errors."""
+    rewards = np.array([row["reward/mean"] for row in read_metrics(learned.folder / "metrics.jsonl") if row["step"] > 0])
+    first, last = np.array_split(rewards, 3)[0], np.array_split(rewards, 3)[-1]
+    error = np.sqrt(first.var(ddof=1) / len(first) + last.var(ddof=1) / len(last))
+    assert last.mean() - first.mean() > 3 * error, rewards
+
+
+def test_metrics_are_complete_and_consistent(learned: CliRun) -> None:
+    rows = [row for row in read_metrics(learned.folder / "metrics.jsonl") if row["step"] > 0]
+    optional = {name for name in METRICS if name.startswith("eval/") or name in ("time/eval_s", "time/checkpoint_s")}
+    for number, row in enumerate(rows, 1):
+        assert row["step"] == number and METRICS.keys() - optional - row.keys() == set()
+        fates = ("kept", "filtered_correct", "filtered_wrong", "aborted", "carried_out")
+        assert row["tokens/generated"] + row["tokens/carried_in"] == sum(row[f"tokens/{fate}"] for fate in fates)
+        assert row["policy/first_ratio_error_max"] <= 1e-5
+        assert row["optimizer/updates"] == 2 and row["sync/version"] == number
+        assert row["sync/logprob_diff_max"] <= 1e-4  # fp32: the server samples from the trainer's own distribution
+    assert max(row["policy/clip_high_share"] for row in rows) > 0
+    assert sum(row["sampling/groups_all_correct"] + row["sampling/groups_all_wrong"] for row in rows) > 0
+    assert min(row["reward/overlong_min"] for row in rows) < 0
+
+
+def test_samples_are_written(learned: CliRun) -> None:
+    row = read_metrics(learned.folder / "metrics.jsonl")[-1]
+    lines = [json.loads(line) for line in (learned.folder / "samples" / f"step_{row['step']:06d}.jsonl").open()]
+    kept = [line for line in lines if line["fate"] == "kept"]
+    assert len(kept) == 8 * row["sampling/groups_kept"] and len(lines) == 8 * row["sampling/groups_resolved"]
+    assert sum(line["length"] for line in kept) == row["tokens/kept"]
+    assert np.mean([line["reward"] for line in kept]) == pytest.approx(row["reward/mean"], abs=1e-6)
+
+
+def test_exported_policy_is_the_trained_one(learned: CliRun) -> None:
+    """The HF folder gives the log-probs that the last step's weights give: the samples of a run's last step were made before
+    its update, so the folder must differ from the start and load in transformers."""
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(learned.folder / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(learned.folder / "hf")
+    assert tokenizer("12")["input_ids"]
+    saved = {n: t for file in (learned.folder / "hf").glob("*.safetensors") for n, t in load_file(file).items()}
+    assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items() if name in saved)
+
+
+def test_nothing_is_left_running(learned: CliRun) -> None:
+    assert learned.survivors() == []
+
+
+def test_killed_and_resumed_equals_one_go(root: Path, tmp_path: Path) -> None:
+    """With the local engine, bit for bit: SIGKILL after 2 of 4 steps, then --resume auto."""
+    settings = ("rollout.engine=local", "run.steps=4", "checkpoint.every=1", "checkpoint.export_hf=true")
+    whole = CliRun(root, tmp_path / "whole", *settings)
+    whole.finish()
+    killed = CliRun(root, tmp_path / "killed", *settings)
+    killed.wait_for_step(2)
+    killed.process.kill()
+    killed.process.communicate(timeout=60)
+    assert killed.survivors() == []
+    assert not (killed.folder / "hf").exists()
+    resumed = CliRun(root, tmp_path / "killed", *settings)
+    assert "resuming after step" in resumed.finish()
+    rows = [[without_timings(row) for row in read_metrics(run.folder / "metrics.jsonl")] for run in (whole, resumed)]
+    assert rows[0] == rows[1]
+    files = [sorted(run.folder.glob("hf/*.safetensors")) for run in (whole, resumed)]
+    assert files[0] and all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
+    again = CliRun(root, tmp_path / "killed", *settings)
+    assert "all 4 steps are done" in again.finish()
+
+
+def test_interrupt_leaves_nothing_running(root: Path, tmp_path: Path) -> None:
+    run = CliRun(root, tmp_path, "rollout.engine=local", "run.steps=1000")
+    run.wait_for_step(1)
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish(130).strip().endswith("dapo: interrupted")
+    assert run.survivors() == []
