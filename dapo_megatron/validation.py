@@ -240,6 +240,11 @@ def _layout(report: _Report) -> None:
             f"the servers need {servers} GPUs (num_servers x rollout.tp), but cluster.colocate shares the trainer's "
             f"{c.world_size}; use fewer servers",
         )
+    elif c.cluster.colocate and c.world_size > 1:
+        report.add(
+            "cluster.colocate",
+            "sharing GPUs works with one GPU so far (one rank, one server); give the servers GPUs of their own: false",
+        )
     if c.rollout.engine == "local":
         if servers > 1:
             report.add("rollout.num_servers", "the local engine is one process: num_servers and rollout.tp must be 1")

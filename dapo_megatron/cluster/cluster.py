@@ -34,6 +34,8 @@ def start_cluster(cfg: Config, model_dir: Path, eos_ids: tuple[int, ...], run_di
     with ray_session():
         use_gpus = ray.cluster_resources().get("GPU", 0) > 0
         share = 0.5 if cfg.cluster.colocate else 1.0
+        if use_gpus:
+            _check_gpus(cfg, share)
         ranks = _trainer_ranks(cfg, logs, share if use_gpus else 0.0)
         engines = Engines(cfg, str(model_dir), eos_ids, logs, share * cfg.rollout.tp if use_gpus else 0.0)
         policy = PolicyGroup(ranks, cfg, str(model_dir))
@@ -46,6 +48,17 @@ def start_cluster(cfg: Config, model_dir: Path, eos_ids: tuple[int, ...], run_di
         finally:
             with contextlib.suppress(RuntimeError):  # an owner that died took its server with it
                 engines.stop()
+
+
+def _check_gpus(cfg: Config, share: float) -> None:
+    """Without enough GPUs actors would wait for ever."""
+    servers = cfg.rollout.num_servers * cfg.rollout.tp if cfg.rollout.engine == "sglang" else 0
+    needed, offered = share * (cfg.world_size + servers), ray.cluster_resources()["GPU"]
+    if needed > offered:
+        raise RuntimeError(
+            f"the run needs {needed:g} GPUs ({cfg.world_size} trainer ranks, {servers} for rollout servers) and the cluster "
+            f"offers {offered:g}; lower parallel.*, rollout.num_servers or rollout.tp, or add nodes"
+        )
 
 
 def _trainer_ranks(cfg: Config, logs: str, gpus: float) -> list[Any]:

@@ -21,7 +21,8 @@ class ServerOwner:
 
     def __init__(self, options: dict[str, Any], log: str) -> None:
         redirect_output(log)
-        self._server = SGLangServer(**options)
+        # Loopback in a session of our own; in a cluster the address that trainer ranks on other nodes reach.
+        self._server = SGLangServer(**options, host=ray.util.get_node_ip_address())
 
     def start(self) -> str:
         self._server.start()

@@ -1,10 +1,12 @@
 """The sharded part of a checkpoint: model and optimizer in Megatron's torch_dist format, loadable on another layout."""
 
 import os
+import queue
 from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from dapo_megatron.policy import optimizer_fixes as fixes
 
@@ -26,6 +28,8 @@ def _state(model: Any, optimizer: Any, is_loading: bool) -> dict[str, Any]:
 
 def save(folder: Path, model: Any, optimizer: Any) -> None:
     """Collective. `folder` must exist and be empty; whoever calls gives the checkpoint its final name afterwards."""
+    # Threads of this process write. For their results Megatron would start a process that imports everything once more.
+    filesystem_async._results_queue = queue.Queue()
     dist_checkpointing.save(_state(model, optimizer, is_loading=False), os.fspath(folder))
 
 

@@ -41,6 +41,8 @@ def keep_bucket_padding(part: Any) -> None:
     def padded(*args: Any, **kwargs: Any) -> Any:
         state = original(part, *args, **kwargs)
         for number, buffer in enumerate(part.buffers if state is not None else []):
+            if buffer.numel_unpadded == buffer.numel:
+                continue
             for tensors in state[number].values():
                 for key, packed in tensors.items():
                     if isinstance(packed, torch.Tensor):

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from dapo_megatron.algo.samples import build_samples, split_minibatches
 from dapo_megatron.cluster.cluster import Cluster, start_cluster
 from dapo_megatron.config import Config
 from dapo_megatron.config_io import load_config
 from dapo_megatron.setup import make_sampler, prepare
 from dapo_megatron.train import pack
 from dapo_megatron.weights.publish import Publisher
-from dapo_megatron.algo.samples import build_samples, split_minibatches
 
 ROOT = Path(__file__).resolve().parents[2]
 

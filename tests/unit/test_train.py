@@ -1,0 +1,102 @@
+"""The pieces of the step that are plain functions: learning rate, packing over ranks, metrics."""
+
+import numpy as np
+import pytest
+
+from dapo_megatron.algo.samples import build_samples, split_minibatches
+from dapo_megatron.config import Config
+from dapo_megatron.records import Completion, Group, Prompt
+from dapo_megatron.rollout.sampler import SampledBatch
+from dapo_megatron.rollout.sampling_stats import SamplingStats
+from dapo_megatron.telemetry.measure import measure_step
+from dapo_megatron.telemetry.metrics import METRICS
+
+
+def make_group(index: int, correct: tuple[bool, ...], lengths: tuple[int, ...], cut: bool = False) -> Group:
+    completions = [
+        Completion(
+            np.arange(n, dtype=np.int32), np.full(n, -1, np.float32), np.full(n, 3, np.int32), "length" if cut else "stop"
+        )
+        for n in lengths
+    ]
+    raw = np.where(correct, 1.0, -1.0).astype(np.float32)
+    penalty = np.array([-0.5] + [0.0] * (len(correct) - 1), np.float32)
+    return Group(
+        Prompt(index, str(index), (1, 2), "g"), completions, [""] * len(correct), np.array(correct), raw, penalty, [None, "g"]
+    )
+
+
+def test_learning_rate_counts_rollout_steps() -> None:
+    from dapo_megatron.train import learning_rate
+
+    cfg = Config()
+    cfg.optimizer.lr, cfg.optimizer.warmup_steps = 1e-6, 4
+    assert [learning_rate(cfg, step) for step in (1, 2, 4, 100)] == pytest.approx([2.5e-7, 5e-7, 1e-6, 1e-6])
+    cfg.optimizer.warmup_steps = 0
+    assert learning_rate(cfg, 1) == 1e-6
+
+
+def test_pack_shares_every_sample_once_over_the_ranks() -> None:
+    from dapo_megatron.train import pack
+
+    cfg = Config()
+    cfg.parallel.dp, cfg.parallel.max_tokens_per_microbatch, cfg.rollout.max_response_tokens = 2, 16, 8
+    groups = [make_group(i, (True, False), (3, 5)) for i in range(5)]
+    minibatches = split_minibatches(build_samples(groups, version=3), 2)
+    shares = pack(cfg, minibatches)
+    assert len(shares) == 2 and [len(share) for share in shares] == [3, 3]
+    for number, minibatch in enumerate(minibatches):
+        parts = [micro for share in shares for micro in share[number]]
+        assert sum(part.num_valid for part in parts) == sum(s.num_valid for s in minibatch)
+        total = sum(part.weights.sum() for part in parts)
+        assert total == pytest.approx(sum(s.num_valid for s in minibatch))  # token: w * N is 1 for every valid token
+
+
+def test_measure_step_by_hand() -> None:
+    groups = [make_group(0, (True, False), (3, 5)), make_group(1, (True, False), (2, 4), cut=True)]
+    samples = build_samples(groups, version=3, overlong_filter=True)
+    base = {"ratio_max": 1.5, "fresh_ratio_error_max": 0.0, "grad_norm_max": 2.0, "dual_clipped": 0.0, "loss_sum": 4.0}
+    sums = {
+        "num_tokens": 4.0,
+        "clipped_high": 1.0,
+        "clipped_low": 0.0,
+        "entropy_sum": 8.0,
+        "prob_sum": 2.0,
+        "k1_sum": 0.4,
+        "k3_sum": 0.2,
+    }
+    replica = {**base, **sums, "ratio_sum": 4.0}
+    other = {**replica, "ratio_max": 3.0, "clipped_high": 3.0}
+    drift = [{"fresh_tokens": 4.0, "diff_sum": 0.2, "diff_max": 0.1}, {"fresh_tokens": 4.0, "diff_sum": 0.6, "diff_max": 0.3}]
+    sampled = SampledBatch(groups, [], SamplingStats(groups_kept=2, tokens_kept=14, accuracy=0.5))
+    metrics = measure_step(sampled, samples, drift, [[replica, other]], num_minibatches=2)
+    assert metrics.keys() <= METRICS.keys()
+    expected = {
+        "reward/mean": -0.25,
+        "reward/raw_mean": 0.0,
+        "reward/overlong_min": -0.5,
+        "reward/unparsed": 2,
+        "tokens/kept": 14,
+        "tokens/trained": 8,  # the second group was cut and filtered
+        "tokens/cut": 6,
+        "tokens/packed": 22,
+        "policy/entropy": 2.0,
+        "policy/clip_high_share": 0.5,
+        "policy/ratio_max": 3.0,
+        "policy/loss": 1.0,
+        "optimizer/grad_norm": 2.0,
+        "optimizer/updates": 1,
+        "optimizer/updates_skipped": 1,
+        "sync/logprob_diff_mean": 0.1,
+        "sync/logprob_diff_max": 0.3,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_nothing_valid_is_no_update() -> None:
+    groups = [make_group(0, (True, False), (3, 5), cut=True)]
+    samples = build_samples(groups, version=3, overlong_filter=True)
+    drift = [{"fresh_tokens": 0.0, "diff_sum": 0.0, "diff_max": 0.0}]
+    metrics = measure_step(SampledBatch(groups, [], SamplingStats()), samples, drift, [], num_minibatches=1)
+    assert metrics["optimizer/updates"] == 0 and metrics["optimizer/updates_skipped"] == 1
+    assert "policy/loss" not in metrics and metrics["tokens/trained"] == 0
