@@ -140,6 +140,7 @@ class ParallelConfig:
 
 @dataclass
 class ClusterConfig:
+    device: Literal["auto", "cpu"] = "auto"  # auto: GPUs where there are any; cpu: leave them alone
     gpus_per_node: int = 8
     colocate: bool = False  # trainer and servers share GPUs
 
@@ -147,6 +148,7 @@ class ClusterConfig:
 @dataclass
 class PublishConfig:
     bucket_mb: int = 256
+    timeout_s: float = 300.0  # for one bucket to reach one server
     check: bool = False  # after every publish compare checksums of all tensors
 
 

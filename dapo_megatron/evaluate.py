@@ -57,6 +57,8 @@ class Evaluator:
             ]
             async with limit:
                 completions = await asyncio.gather(*(self._engine.generate(request) for request in requests))
+            if any(completion.finish_reason == "abort" for completion in completions):
+                raise RuntimeError(f"evaluation: the engine interrupted a response to prompt {prompt.uid}")
             return await self._score(prompt, list(completions))
 
         return list(await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(self._prompts))))

@@ -39,8 +39,10 @@ class Prepared:
             ", sequence parallel" if parallel.sequence_parallel else ""
         )
         start = f", resuming after step {folder.resumed_step} ({folder.checkpoint})" if folder.checkpoint else ""
+        changed = {"changed": "; ".join(folder.changes)} if folder.changes else {}
         return {
             "run": f"{folder.path}{start}",
+            **changed,
             "model": f"{self.cfg.model.path} ({self.cfg.model.dtype})",
             "prompts": f"{self.num_rows} to train on, {len(self.eval_prompts)} held out",
             "trainer": f"{self.cfg.world_size} rank(s): {layout}",

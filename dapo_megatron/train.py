@@ -18,7 +18,6 @@ from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.setup import Prepared, make_sampler, prepare
 from dapo_megatron.telemetry.console import RunConsole
 from dapo_megatron.telemetry.measure import Phases, measure_step
-from dapo_megatron.telemetry.metrics import MetricsWriter
 from dapo_megatron.telemetry.samples import write_samples
 from dapo_megatron.weights.publish import Publisher
 
@@ -43,6 +42,7 @@ async def dapo_step(run: Run, step: int) -> dict[str, float]:
     cfg, policy, phase = run.cfg, run.cluster.policy, run.phases
     with phase("rollout"):  # sample, score and filter until the batch is full
         sampled = await run.sampler.collect(version=step - 1)
+    scoring = run.cluster.rewards.take_metrics()
     samples = build_samples(
         sampled.groups,
         version=step - 1,
@@ -51,12 +51,12 @@ async def dapo_step(run: Run, step: int) -> dict[str, float]:
         overlong_filter=cfg.reward.overlong.filter,
     )
     minibatches = split_minibatches(samples, cfg.optimizer.prompts_per_minibatch)
-    policy.load_batch(pack(cfg, minibatches))
+    await policy.load_batch(pack(cfg, minibatches))
     with phase("old_logprobs"):
-        drift = policy.old_logprobs()
+        drift = await policy.old_logprobs()
     with phase("update"):
         updates = [
-            policy.update(index, learning_rate(cfg, step))
+            await policy.update(index, learning_rate(cfg, step))
             for index, minibatch in enumerate(minibatches)
             if any(sample.num_valid for sample in minibatch)  # all filtered: no loss, no update, no weight decay
         ]
@@ -64,7 +64,7 @@ async def dapo_step(run: Run, step: int) -> dict[str, float]:
         await run.publisher.publish(version=step)
     write_samples(run.folder.path, step, sampled.groups, sampled.filtered, run.prepared.decode)
     metrics = measure_step(sampled, samples, drift, updates, len(minibatches))
-    return {**metrics, "optimizer/lr": learning_rate(cfg, step), "sync/version": float(step)}
+    return {**metrics, **scoring, "optimizer/lr": learning_rate(cfg, step), "sync/version": float(step)}
 
 
 def pack(cfg: Config, minibatches: list[list[Sample]]) -> list[list[list[MicroBatch]]]:
@@ -82,65 +82,63 @@ def learning_rate(cfg: Config, step: int) -> float:
     return cfg.optimizer.lr * min(1.0, step / max(cfg.optimizer.warmup_steps, 1))
 
 
-async def train(run: Run, first: int) -> None:
-    """Steps first .. run.steps, with evaluation and checkpoints where the configuration wants them."""
-    cfg, every = run.cfg, run.cfg.eval.every
-    run.publisher.connect()
-    await run.publisher.publish(version=first - 1)
-    with run.folder.metrics(next_step=first) as writer:
-        if first == 1 and every >= 0:
-            await evaluate(run, writer, 0, {})
-        for step in range(first, cfg.run.steps + 1):
+async def train(run: Run) -> None:
+    """All steps that are left, with evaluation and checkpoints where the configuration wants them, then the export."""
+    cfg, policy, folder = run.cfg, run.cluster.policy, run.folder
+    await folder.load_policy(policy.load)
+    await run.publisher.connect()
+    await run.publisher.publish(version=folder.resumed_step)
+    with folder.metrics() as writer:
+        if folder.resumed_step == 0 and cfg.eval.every >= 0:
+            writer.write(0, await evaluate(run, 0))
+        for step in range(folder.resumed_step + 1, cfg.run.steps + 1):
             run.phases.begin_step()
-            metrics = await dapo_step(run, step)
-            last = step == cfg.run.steps
-            if last or (cfg.checkpoint.every and step % cfg.checkpoint.every == 0):
+            row = await dapo_step(run, step)
+            if is_due(step, cfg.eval.every, cfg.run.steps):
+                row |= await evaluate(run, step)
+            row |= run.phases.metrics(row, run.prepared.stream, await policy.peak_memory_gb())
+            if is_due(step, cfg.checkpoint.every, cfg.run.steps):
                 with run.phases("checkpoint"):
-                    run.folder.save_checkpoint(step, run.cluster.policy.save, run.sampler, run.prepared.stream)
-            metrics |= run.phases.metrics(metrics, run.cluster.rewards, run.prepared.stream, run.cluster.policy)
-            run.console.step(step, metrics)
-            if every >= 0 and (last or (every and step % every == 0)):
-                await evaluate(run, writer, step, metrics)
-            else:
-                writer.write(step, metrics)
+                    await folder.save_checkpoint(step, row, policy.save, run.sampler, run.prepared.stream)
+                row |= run.phases.seconds()
+            run.console.step(step, row)
+            writer.write(step, row)
     if cfg.checkpoint.export_hf:
         run.console.phase("export")
-        run.cluster.policy.export_hf(str(run.folder.path / "hf"))
-        run.console.note(f"final policy: {run.folder.path / 'hf'}")
+        await policy.export_hf(str(folder.path / "hf"))
+        run.console.note(f"final policy: {folder.path / 'hf'}")
 
 
-async def evaluate(run: Run, writer: MetricsWriter, step: int, metrics: dict[str, float]) -> None:
-    """Measure the published weights and write the step's metrics with the result."""
-    with run.phases("eval") as seconds:
+def is_due(step: int, every: int, last: int) -> bool:
+    """Every `every` steps (0: only after the last one; negative: never)."""
+    return every >= 0 and (step == last or (every > 0 and step % every == 0))
+
+
+async def evaluate(run: Run, step: int) -> dict[str, float]:
+    """The `eval/*` metrics of the published weights."""
+    with run.phases("eval"):
         values = await run.evaluator.evaluate(step)
+    run.cluster.rewards.take_metrics()  # the next step's count its own verdicts only
     run.console.evaluation(step, values)
-    writer.write(step, {**metrics, **values, "time/eval_s": seconds()})
+    return values
 
 
 def main(cfg: Config, resume: str) -> int:
     """The run, from preparation to the end; returns the exit code. Raises ValueError and RuntimeError for users to read."""
-    prepared = prepare(cfg)
-    folder = RunFolder.open(cfg, resume)
-    with RunConsole(cfg.run.steps) as console:
+    with RunFolder.open(cfg, resume) as folder, RunConsole(cfg.run.steps) as console:
+        prepared = prepare(cfg)
+        folder.load_state("stream", prepared.stream)
         console.header(prepared.facts(folder))
         if folder.finished:
             console.note(f"all {cfg.run.steps} steps are done: raise run.steps to go on, or use --resume never")
             return 0
         with start_cluster(cfg, prepared.model_dir, prepared.eos_ids, folder.path) as cluster:
-            sampler = make_sampler(cfg, prepared, cluster)
-            first = folder.load_checkpoint(cluster.policy.load, sampler, prepared.stream)
-            run = Run(
-                cfg=cfg,
-                cluster=cluster,
-                prepared=prepared,
-                sampler=sampler,
-                publisher=Publisher(cluster.policy, cluster.engine, cfg.publish.check),
-                evaluator=Evaluator(cfg, cluster.engine, cluster.rewards.score, prepared.eval_prompts, prepared.eos_ids),
-                folder=folder,
-                console=console,
-                phases=Phases(console),
-            )
             console.header(cluster.policy.kernels())
-            asyncio.run(train(run, first))
+            sampler = make_sampler(cfg, prepared, cluster)
+            folder.load_state("sampler", sampler)
+            publisher = Publisher(cluster.policy, cluster.engine, cfg.publish.check)
+            evaluator = Evaluator(cfg, cluster.engine, cluster.rewards.score, prepared.eval_prompts, prepared.eos_ids)
+            run = Run(cfg, cluster, prepared, sampler, publisher, evaluator, folder, console, Phases(console))
+            asyncio.run(train(run))
         console.summary()
     return 0

@@ -12,7 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dapo_megatron.cluster.engines import Engines
 from dapo_megatron.cluster.rewards import RewardPool
-from dapo_megatron.cluster.session import ray_session
+from dapo_megatron.cluster.session import get_all, ray_session
 from dapo_megatron.cluster.trainer import PolicyGroup, TrainerRank
 from dapo_megatron.config import Config
 from dapo_megatron.rollout.engine import RolloutEngine
@@ -31,57 +31,76 @@ class Cluster:
 def start_cluster(cfg: Config, model_dir: Path, eos_ids: tuple[int, ...], run_dir: Path) -> Iterator[Cluster]:
     """Start everything, trainer ranks and servers at the same time; on leaving, whatever the reason, end it all."""
     logs = str(run_dir.absolute() / "logs")
-    with ray_session():
-        use_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        share = 0.5 if cfg.cluster.colocate else 1.0
-        if use_gpus:
-            _check_gpus(cfg, share)
-        ranks = _trainer_ranks(cfg, logs, share if use_gpus else 0.0)
-        engines = Engines(cfg, str(model_dir), eos_ids, logs, share * cfg.rollout.tp if use_gpus else 0.0)
+    on_cpu = cfg.cluster.device == "cpu"
+    with ray_session(hide_gpus=on_cpu):
+        use_gpus = not on_cpu and ray.cluster_resources().get("GPU", 0) > 0
+        placement = _place_on_gpus(cfg) if use_gpus else _place_on_cpu(cfg)
+        ranks = [
+            TrainerRank.options(**options).remote(f"{logs}/trainer_{rank}.log")  # type: ignore[attr-defined]
+            for rank, options in enumerate(placement.ranks)
+        ]
+        engines = Engines(cfg, str(model_dir), eos_ids, logs, placement.servers)
         policy = PolicyGroup(ranks, cfg, str(model_dir))
         rewards = RewardPool(cfg, str(model_dir), logs)
         try:
-            servers_started, ranks_started = engines.begin_start(), policy.begin_start()
-            engines.end_start(servers_started)
-            policy.end_start(ranks_started)
+            servers_starting, ranks_starting = engines.begin_start(), policy.begin_start()
+            started = get_all([*servers_starting, *ranks_starting])  # whoever fails first is heard first
+            engines.end_start(started[: len(servers_starting)])
+            policy.end_start(started[len(servers_starting) :])
             yield Cluster(policy, engines.engine, rewards)
         finally:
-            with contextlib.suppress(RuntimeError):  # an owner that died took its server with it
-                engines.stop()
+            engines.kill()
 
 
-def _check_gpus(cfg: Config, share: float) -> None:
-    """Without enough GPUs actors would wait for ever."""
-    servers = cfg.rollout.num_servers * cfg.rollout.tp if cfg.rollout.engine == "sglang" else 0
-    needed, offered = share * (cfg.world_size + servers), ray.cluster_resources()["GPU"]
-    if needed > offered:
-        raise RuntimeError(
-            f"the run needs {needed:g} GPUs ({cfg.world_size} trainer ranks, {servers} for rollout servers) and the cluster "
-            f"offers {offered:g}; lower parallel.*, rollout.num_servers or rollout.tp, or add nodes"
-        )
+@dataclass
+class _Placement:
+    """Ray's options for each trainer rank and each server."""
+
+    ranks: list[dict[str, Any]]
+    servers: list[dict[str, Any]]
 
 
-def _trainer_ranks(cfg: Config, logs: str, gpus: float) -> list[Any]:
-    """On GPUs neighbouring ranks (tensor parallel) share a node: one bundle of a placement group for each node."""
-    group = _node_bundles(cfg, gpus) if gpus else None
-    actors = []
-    for rank in range(cfg.world_size):
-        options: dict[str, Any] = {"num_cpus": 0, "num_gpus": gpus}
-        if group is not None:
-            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                group, placement_group_bundle_index=rank // cfg.cluster.gpus_per_node
-            )
-        actors.append(TrainerRank.options(**options).remote(f"{logs}/trainer_{rank}.log"))  # type: ignore[attr-defined]
-    return actors
+def _place_on_cpu(cfg: Config) -> _Placement:
+    nothing = {"num_cpus": 0, "num_gpus": 0}
+    return _Placement([nothing] * cfg.world_size, [nothing] * cfg.rollout.num_servers)
 
 
-def _node_bundles(cfg: Config, gpus: float) -> PlacementGroup:
-    per_node = cfg.cluster.gpus_per_node
+def _place_on_gpus(cfg: Config) -> _Placement:
+    """Neighbouring ranks (tensor parallel) share a node, and so do a server's GPUs: one bundle for each node of ranks and
+    one for each server. When colocated, a rank and a server have half of the one GPU each."""
+    share = 0.5 if cfg.cluster.colocate else 1
+    per_node, num_servers = cfg.cluster.gpus_per_node, cfg.rollout.num_servers if cfg.rollout.engine == "sglang" else 0
     sizes = [min(per_node, cfg.world_size - first) for first in range(0, cfg.world_size, per_node)]
-    group = placement_group([{"GPU": size * gpus} for size in sizes], strategy="STRICT_SPREAD" if len(sizes) > 1 else "PACK")
+    _check_gpus(share * (cfg.world_size + num_servers * cfg.rollout.tp))
+    nodes = _reserve([size * share for size in sizes], "STRICT_SPREAD" if len(sizes) > 1 else "PACK")
+    ranks = [_options(share, nodes, rank // per_node) for rank in range(cfg.world_size)]
+    if num_servers == 0:  # the local engine computes on the CPU
+        return _Placement(ranks, [{"num_cpus": 0, "num_gpus": 0}])
+    servers = _reserve([cfg.rollout.tp * share] * num_servers, "PACK")
+    return _Placement(ranks, [_options(cfg.rollout.tp * share, servers, i) for i in range(num_servers)])
+
+
+def _options(gpus: float, group: PlacementGroup, bundle: int) -> dict[str, Any]:
+    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+    return {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": strategy}
+
+
+def _reserve(bundles: list[float], strategy: str) -> PlacementGroup:
+    """One bundle of so many GPUs each."""
+    group = placement_group([{"GPU": gpus} for gpus in bundles], strategy=strategy)
     if not group.wait(GPU_WAIT_S):
         raise RuntimeError(
-            f"the cluster has no {len(sizes)} node(s) with {per_node} free GPUs for parallel.tp x pp x dp = {cfg.world_size} "
-            f"ranks: it offers {ray.cluster_resources().get('GPU', 0):g} GPUs in all; lower parallel.* or add nodes"
+            f"within {GPU_WAIT_S:.0f} s the cluster did not have {len(bundles)} times {bundles[0]:g} free GPUs, each on one "
+            "node; is another run holding them? Lower parallel.*, rollout.num_servers or rollout.tp, or add nodes"
         )
     return group
+
+
+def _check_gpus(needed: float) -> None:
+    """What can never be had is said at once."""
+    offered = ray.cluster_resources()["GPU"]
+    if needed > offered:
+        raise RuntimeError(
+            f"trainer ranks and rollout servers need {needed:g} GPUs and the cluster offers {offered:g}; lower parallel.*, "
+            "rollout.num_servers or rollout.tp, add nodes, or set cluster.device=cpu"
+        )

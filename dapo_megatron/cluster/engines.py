@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from dapo_megatron.cluster.session import get_all, redirect_output
+from dapo_megatron.cluster.session import gather_all, get_all, redirect_output
 from dapo_megatron.config import Config
 from dapo_megatron.records import Completion
 from dapo_megatron.rollout.engine import GenerateRequest, RolloutEngine, WeightSender
@@ -27,9 +27,6 @@ class ServerOwner:
     def start(self) -> str:
         self._server.start()
         return self._server.url
-
-    def stop(self) -> None:
-        self._server.stop()
 
 
 @ray.remote
@@ -58,33 +55,39 @@ class RemoteLocalEngine:
         self._host, self._dtype = host, dtype
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        return await self._host.generate.remote(request)
+        return await self._call("generate", request)
 
     async def abort(self, request_ids: list[str]) -> None:
-        await self._host.abort.remote(request_ids)
+        await self._call("abort", request_ids)
 
     def weight_senders(self) -> list[WeightSender]:
         return [LocalWeightSender(RemoteLoader(self._host), self._dtype)]
 
     async def begin_update(self, version: int) -> None:
-        await self._host.begin_update.remote(version)
+        await self._call("begin_update", version)
 
     async def end_update(self, version: int) -> None:
-        await self._host.end_update.remote(version)
+        await self._call("end_update", version)
 
     async def prompt_logprobs(self, token_ids: tuple[int, ...]) -> np.ndarray:
-        return await self._host.prompt_logprobs.remote(token_ids)
+        return await self._call("prompt_logprobs", token_ids)
 
     async def checksums(self) -> list[dict[str, str]]:
-        return await self._host.checksums.remote()
+        return await self._call("checksums")
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        (result,) = await gather_all([getattr(self._host, method).remote(*args)])
+        return result
 
 
 class Engines:
-    """Starts what the configuration asks for; `engine` is there after end_start."""
+    """Starts what the configuration asks for; `engine` is there after end_start. `options`: Ray's, for each server."""
 
-    def __init__(self, cfg: Config, model_dir: str, eos_ids: tuple[int, ...], log_dir: str, gpus_per_server: float) -> None:
+    def __init__(
+        self, cfg: Config, model_dir: str, eos_ids: tuple[int, ...], log_dir: str, options: list[dict[str, Any]]
+    ) -> None:
         self._cfg, self._model_dir = cfg, model_dir
-        self._device = "cuda" if gpus_per_server else "cpu"
+        self._device = "cuda" if options[0]["num_gpus"] else "cpu"
         self._dtype = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
         self.engine: RolloutEngine
         if cfg.rollout.engine == "local":
@@ -92,7 +95,7 @@ class Engines:
             self._owners = [host.remote(model_dir, self._dtype, eos_ids, f"{log_dir}/local_engine.log")]
             return
         self._owners = [
-            ServerOwner.options(num_cpus=0, num_gpus=gpus_per_server).remote(  # type: ignore[attr-defined]
+            ServerOwner.options(**options[number]).remote(  # type: ignore[attr-defined]
                 self._server_options(number, log_dir), f"{log_dir}/server_{number}_owner.log"
             )
             for number in range(cfg.rollout.num_servers)
@@ -117,23 +120,25 @@ class Engines:
     def begin_start(self) -> list[Any]:
         return [] if self._cfg.rollout.engine == "local" else [owner.start.remote() for owner in self._owners]
 
-    def end_start(self, started: list[Any]) -> None:
+    def end_start(self, urls: list[str]) -> None:
         if self._cfg.rollout.engine == "local":
             self.engine = RemoteLocalEngine(self._owners[0], self._dtype)
             return
         rollout = self._cfg.rollout
         shared_gpu = self._device == "cuda" and self._cfg.cluster.colocate
         self.engine = SGLangEngine(
-            get_all(started),
+            urls,
             self._model_dir,
             tp=rollout.tp,
             dtype=self._dtype,
             device=self._device,
             max_inflight_groups=rollout.max_inflight_groups,
             request_timeout_s=rollout.request_timeout_s,
+            update_timeout_s=self._cfg.publish.timeout_s,
             backend="gloo" if shared_gpu else "",  # nccl refuses two ranks on one GPU
         )
 
-    def stop(self) -> None:
-        if self._cfg.rollout.engine != "local":
-            get_all([owner.stop.remote() for owner in self._owners])
+    def kill(self) -> None:
+        """At once, even while a server is starting: the kernel ends it with its owner."""
+        for owner in self._owners:
+            ray.kill(owner)

@@ -5,9 +5,9 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayError
 
-from dapo_megatron.cluster.session import redirect_output, unwrapped
+from dapo_megatron.cluster.session import readable, redirect_output
 from dapo_megatron.config import Config
 from dapo_megatron.records import Completion, Group, Prompt
 from dapo_megatron.reward.scoring import Scorer
@@ -22,6 +22,9 @@ class RewardWorker:
         redirect_output(log)
         self._scorer = Scorer.from_config(cfg.reward, cfg.rollout.max_response_tokens)
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+
+    def ready(self) -> None:
+        """Answers when the worker has started."""
 
     def verify(self, token_ids: list[Any], gold: str) -> list[tuple[str, Verdict]]:
         """Text and verdict of each response."""
@@ -43,15 +46,11 @@ class RewardPool:
     def _new_worker(self) -> Any:
         return RewardWorker.options(num_cpus=0).remote(*self._args)  # type: ignore[attr-defined]
 
-    def take_seconds(self) -> float:
-        """Spent verifying since the last call, summed over workers."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
-
-    def take_errors(self) -> int:
-        """Verdicts that failed or took too long since the last call; they count as incorrect."""
-        errors, self._scorer.num_errors = self._scorer.num_errors, 0
-        return errors
+    def take_metrics(self) -> dict[str, float]:
+        """What has been done since the last call: seconds summed over workers; verdicts that failed or took too long."""
+        metrics = {"time/reward_s": self._seconds, "reward/verifier_errors": float(self._scorer.num_errors)}
+        self._seconds, self._scorer.num_errors = 0.0, 0
+        return metrics
 
     async def score(self, prompt: Prompt, completions: list[Completion]) -> Group:
         """The scored group. A response whose verdict takes over reward.timeout_s is incorrect; its worker is replaced."""
@@ -71,15 +70,17 @@ class RewardPool:
             for worker in self._workers:
                 self._idle.put_nowait(worker)
         worker = await self._idle.get()
-        begin = time.monotonic()
         try:
-            return await asyncio.wait_for(worker.verify.remote(ids, gold), timeout_s)
-        except TimeoutError:
+            await worker.ready.remote()  # starting up is not the verifier's time
+            begin = time.monotonic()
+            result = await asyncio.wait_for(worker.verify.remote(ids, gold), timeout_s)
+            self._seconds += time.monotonic() - begin
+            return result
+        except (TimeoutError, RayActorError):  # stuck, or crashed by what it was given
             ray.kill(worker)
             worker = self._new_worker()
             return None
-        except RayTaskError as error:
-            raise unwrapped(error) from error
+        except RayError as error:
+            raise readable(error) from error
         finally:
-            self._seconds += time.monotonic() - begin
             self._idle.put_nowait(worker)

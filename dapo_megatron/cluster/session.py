@@ -1,5 +1,6 @@
 """The Ray session a run lives in: a local one of its own, or an existing cluster if RAY_ADDRESS is set."""
 
+import asyncio
 import logging
 import os
 import sys
@@ -12,17 +13,20 @@ from typing import Any
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 LOCAL_OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids; Ray's default takes 30% of a laptop's memory
 
 
 @contextmanager
-def ray_session() -> Iterator[None]:
+def ray_session(hide_gpus: bool) -> Iterator[None]:
     """Everything that the run started in Ray is gone afterwards, whatever ended it."""
-    address = os.environ.get("RAY_ADDRESS")
-    options: dict[str, Any] = {"address": address} if address else {"object_store_memory": LOCAL_OBJECT_STORE_BYTES}
-    if not address:
+    if hide_gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    address = os.environ.get("RAY_ADDRESS", "local")  # local: a new one, even beside a cluster that runs here already
+    options: dict[str, Any] = {"address": address}
+    if address == "local":
+        options["object_store_memory"] = LOCAL_OBJECT_STORE_BYTES
         options["include_dashboard"] = False
         options["_node_ip_address"] = "127.0.0.1"  # nothing of a local run listens to the network
     ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
@@ -36,25 +40,29 @@ def get_all(refs: Iterable[Any]) -> list[Any]:
     """Results in order; the first failure of any of them raises at once, since the others may wait for it for ever."""
     refs = list(refs)
     pending = list(refs)
-    while pending:
-        ready, pending = ray.wait(pending, num_returns=1)
-        _get(ready[0])
-    return ray.get(refs)
-
-
-def _get(ref: Any) -> Any:
     try:
-        return ray.get(ref)
-    except RayActorError as error:
-        raise RuntimeError(f"a process of the run died (out of memory, or killed?): {error}") from error
-    except RayTaskError as error:
-        raise unwrapped(error) from error
+        while pending:
+            ready, pending = ray.wait(pending, num_returns=1)
+            ray.get(ready[0])
+        return ray.get(refs)
+    except RayError as error:
+        raise readable(error) from error
 
 
-def unwrapped(error: RayTaskError) -> Exception:
+async def gather_all(refs: Iterable[Any]) -> list[Any]:
+    """get_all for a coroutine, which can be cancelled meanwhile."""
+    try:
+        return list(await asyncio.gather(*refs))
+    except RayError as error:
+        raise readable(error) from error
+
+
+def readable(error: RayError) -> Exception:
     """The worker's own exception where it is one that our users may get to read, so that it reads the same as without Ray."""
-    cause = error.cause
-    return cause if isinstance(cause, ValueError | RuntimeError | OSError) else RuntimeError(str(error))
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return cause if isinstance(cause, ValueError | RuntimeError | OSError) else RuntimeError(str(error))
+    return RuntimeError(f"a process of the run died (out of memory, or killed?): {error}")
 
 
 def redirect_output(log: str) -> None:

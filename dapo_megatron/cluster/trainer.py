@@ -6,7 +6,7 @@ from typing import Any
 
 import ray
 
-from dapo_megatron.cluster.session import get_all, redirect_output
+from dapo_megatron.cluster.session import gather_all, get_all, redirect_output
 from dapo_megatron.config import Config
 from dapo_megatron.records import MicroBatch
 
@@ -45,59 +45,62 @@ class PolicyGroup:
         self.facts: list[dict[str, Any]] = []  # by rank, see PolicyWorker.describe
 
     def begin_start(self) -> list[Any]:
-        """Start loading on every rank; finish with end_start. In two parts so that servers can load meanwhile."""
+        """Start loading on every rank; give the results to end_start. In two parts so that servers can load meanwhile."""
         master = get_all([self._actors[0].address.remote()])[0]
         world = len(self._actors)
         return [actor.start.remote(self._cfg, self._model_dir, rank, world, master) for rank, actor in enumerate(self._actors)]
 
-    def end_start(self, started: list[Any]) -> None:
-        self.facts = get_all(started)
+    def end_start(self, facts: list[dict[str, Any]]) -> None:
+        self.facts = facts
 
     def kernels(self) -> dict[str, object]:
         """For the console's header: which parts were chosen, TE, apex or torch."""
         facts = self.facts[0]
         return {"kernels": f"layers {facts['layers']}, optimizer {facts['optimizer']}, on {facts['device']}"}
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        return get_all([actor.call.remote(method, *args) for actor in self._actors])
+    async def _all(self, method: str, *args: Any) -> list[Any]:
+        return await gather_all([actor.call.remote(method, *args) for actor in self._actors])
 
-    def load_batch(self, shares: list[Share]) -> None:
+    async def load_batch(self, shares: list[Share]) -> None:
         """shares[dp rank]. Each goes into the object store once; every rank fetches its own."""
         refs = [ray.put(share) for share in shares]
-        get_all(
+        await gather_all(
             [
                 actor.call.remote("load_batch", refs[facts["dp_rank"]])
                 for actor, facts in zip(self._actors, self.facts, strict=True)
             ]
         )
 
-    def old_logprobs(self) -> list[dict[str, float]]:
+    async def old_logprobs(self) -> list[dict[str, float]]:
         """Statistics of each model replica."""
-        return [stats for stats in self._all("old_logprobs") if stats]
+        return [stats for stats in await self._all("old_logprobs") if stats]
 
-    def update(self, index: int, lr: float) -> list[dict[str, float]]:
+    async def update(self, index: int, lr: float) -> list[dict[str, float]]:
         """Statistics of each model replica."""
-        return [stats for stats in self._all("update", index, lr) if stats]
+        return [stats for stats in await self._all("update", index, lr) if stats]
 
-    def open_senders(self, senders: list[Any]) -> None:
-        self._all("open_senders", senders)
+    async def open_senders(self, senders: list[Any]) -> None:
+        await self._all("open_senders", senders)
 
-    def send_weights(self, version: int) -> None:
-        self._all("send_weights", version)
+    async def send_weights(self, version: int) -> None:
+        await self._all("send_weights", version)
 
-    def checksums(self) -> list[dict[str, str]]:
+    async def close_senders(self) -> None:
+        await self._all("close_senders")
+
+    async def checksums(self) -> list[dict[str, str]]:
         """For each engine, what it must hold: the union over pipeline stages."""
-        parts = [part for part in self._all("checksums") if part]
+        parts = [part for part in await self._all("checksums") if part]
         return [{k: v for part in parts for k, v in part[engine].items()} for engine in range(len(parts[0]))]
 
-    def peak_memory_gb(self) -> float:
-        return max(self._all("peak_memory_gb"))
+    async def peak_memory_gb(self) -> float:
+        return max(await self._all("peak_memory_gb"))
 
-    def save(self, folder: str) -> None:
-        self._all("save", folder)
+    async def save(self, folder: str) -> None:
+        await self._all("save", folder)
 
-    def load(self, folder: str) -> None:
-        self._all("load", folder)
+    async def load(self, folder: str) -> None:
+        await self._all("load", folder)
 
-    def export_hf(self, out: str) -> None:
-        self._all("export_hf", out)
+    async def export_hf(self, out: str) -> None:
+        await self._all("export_hf", out)

@@ -1,7 +1,8 @@
 """The policy that is trained: one object per Megatron rank, all ranks calling the same methods in the same order."""
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -82,11 +83,11 @@ class Policy:
 
     def _optimizer(self) -> Any:
         settings = self.cfg.optimizer
-        return get_megatron_optimizer(
+        optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
                 lr=settings.lr,
-                weight_decay=settings.weight_decay,  # Megatron exempts norms and biases
+                weight_decay=settings.weight_decay,
                 adam_beta1=settings.beta1,
                 adam_beta2=settings.beta2,
                 adam_eps=settings.eps,
@@ -97,6 +98,9 @@ class Policy:
             ),
             [self.model],
         )
+        # step() would clip by a norm that is nan and so turn every weight into nan; the norm is the same on all ranks
+        optimizer.get_grad_norm = partial(_finite_norm, optimizer.get_grad_norm)
+        return optimizer
 
     # --- the step ---
 
@@ -115,7 +119,7 @@ class Policy:
         stats = []
         for batch, output in zip(batches, outputs, strict=False):  # no outputs but on the last stage
             batch.old_logprobs = torch.where(batch.stale, batch.rollout_logprobs, output["logprobs"])
-            fresh = ~batch.stale
+            fresh = batch.mask & ~batch.stale
             diff = (output["logprobs"] - batch.rollout_logprobs)[fresh].abs()
             stats.append(
                 {
@@ -130,6 +134,8 @@ class Policy:
         """One optimizer step on mini-batch `index`. Returns sums over this rank's share (see algo.objective), grad_norm."""
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+            # Megatron marks norms and biases with wd_mult 0 and leaves applying it to its scheduler, which isn't used here.
+            group["weight_decay"] = self.cfg.optimizer.weight_decay * group["wd_mult"]
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         algorithm = self.cfg.algorithm
@@ -141,9 +147,7 @@ class Policy:
             entropy_coef=algorithm.entropy_coef,
         )
         stats = self._run(self.minibatches[index], loss, forward_only=False)
-        success, grad_norm, _ = self.optimizer.step()
-        if not success:
-            raise RuntimeError(f"optimizer step refused: gradient norm {grad_norm}")
+        _, grad_norm, _ = self.optimizer.step()
         if not self._reports():
             return {}
         return {"grad_norm_max": float(grad_norm), **{name: float(value) for name, value in merge_stats(stats).items()}}
@@ -205,6 +209,16 @@ class Policy:
 
     def load(self, folder: str | Path) -> None:
         checkpoint.load(Path(folder), self.model, self.optimizer)
+
+
+def _finite_norm(norm: Callable[[], Any]) -> Any:
+    value = norm()
+    if not math.isfinite(value):
+        raise RuntimeError(
+            f"the gradient norm is {float(value)}: no weight was changed; resume from the last checkpoint, with a lower "
+            "optimizer.lr or model.dtype=float32 if it happens again"
+        )
+    return value
 
 
 def _keep_logprobs(batch: DeviceBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -60,17 +60,28 @@ class PolicyWorker:
         """Connect this pipeline stage's leader with every engine."""
         self._num_engines = len(senders)
         self._senders = senders if self.policy.is_stage_leader else []
+        failure: RuntimeError | None = None
         for stage in self._stages_in_turn():
-            for sender in self._senders:
-                sender.open(stage, self.policy.num_stages)
+            try:
+                for sender in self._senders:
+                    sender.open(stage, self.policy.num_stages)
+            except RuntimeError as error:
+                failure = error
+        if failure is not None:
+            raise failure
 
     def send_weights(self, version: int) -> None:
         """Hand the current weights to every engine, each stage its own layers, bucket by bucket."""
+        failure: RuntimeError | None = None
         for _ in self._stages_in_turn():
-            if self.policy.dp_rank == 0:
-                for bucket in self.policy.stream_weights(self._bucket_bytes):
-                    for sender in self._senders:
+            for bucket in self.policy.stream_weights(self._bucket_bytes) if self.policy.dp_rank == 0 else ():
+                try:
+                    for sender in self._senders if failure is None else ():
                         sender.send(bucket, version)
+                except RuntimeError as error:  # goes on with the others, who wait for this rank, so that all can try again
+                    failure = error
+        if failure is not None:
+            raise failure
 
     def checksums(self) -> list[dict[str, str]]:
         """For each engine, what it must hold of this stage's weights; empty on ranks that don't lead a stage."""

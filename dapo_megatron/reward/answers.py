@@ -3,21 +3,28 @@
 import re
 
 # What a decoder may leave at the end of a text when special tokens aren't skipped.
-SPECIAL_TOKEN = re.compile(r"</s>|<eos>|<pad>|<\|[^|<>]{1,40}\|>")
+LAST_TOKEN = re.compile(r"(?:</s>|<eos>|<pad>|<\|[^|<>]{1,40}\|>)\Z")
 NUMBER = re.compile(r"([+-]?)(\d+|\d{1,3}(?:,\d{3})+)?(?:\.(\d*))?")
+# Words of someone who hasn't made up his mind, or means another answer.
+HEDGE = re.compile(
+    r"(?i)\b(?:or|but|not|nor|never|either|neither|maybe|perhaps|except|cannot|wrong|incorrect|false|minus|negative)\b"
+    r"|n['\u2019]t\b|\\(?:neq?|not|l(?:t|eq?|eqslant)|g(?:t|eq?|eqslant)|pm|mp|approx)(?![a-zA-Z])"
+)
+SUBSCRIPT_OR_ARGUMENTS = re.compile(r"_(?:\{[^{}]*\}|\w)|(?<=[a-zA-Z}])\([^()=,]*\)")
+NAME = re.compile(r"(?=[^a-zA-Z]*[a-zA-Z])[a-zA-Z\\{}()|'$*+\-/\s]+")
 # `Answer:`, `**Answer:**`, `**Answer**:`; the answer is the rest of the line, or the next line.
 ANSWER_LINE = re.compile(r"(?i)Answer\s*(?:\*\*|__)?\s*:\s*([^\n]+)")
 
 # The normalisation published with the recipe (after Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1).
+SPACES = ("an ", "a ", "\\$", "\\ ")
 SUBSTITUTIONS = (
-    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""),
-    ("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+    (".$", "$"), ("mbox", "text"), (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
 REMOVED = (
     "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
     "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
     "childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}",
-    "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
+    "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", '"', "\\dots",
 )  # fmt: skip
 
 
@@ -49,12 +56,33 @@ def last_answer_line(text: str) -> str | None:
     return matches[-1].strip() if matches else None
 
 
+def strip_special_tokens(text: str) -> str:
+    """`text` without the special tokens at its end; elsewhere they stay, as `1<|x|>4` is not 14."""
+    text = text.rstrip()
+    while match := LAST_TOKEN.search(text[-44:]):
+        text = text[: -len(match[0])].rstrip()
+    return text
+
+
+def value_of(answer: str) -> str:
+    """The right side of `variable = value`; any other answer as it is.
+
+    A variable is made of letters: `x`, `x_1`, `f(3)`, `m + n`, `the area`. Neither `33 = 34` nor `2x = 34`, `x != 34` or
+    `x = 33, y = 34` says that something is 34.
+    """
+    left, equals, right = answer.partition("=")
+    name = SUBSCRIPT_OR_ARGUMENTS.sub("", left)
+    if not equals or "=" in right or HEDGE.search(name) or not NAME.fullmatch(name):
+        return answer
+    return right.strip()
+
+
 def strip_decoration(answer: str) -> str:
     """The answer without what is around it: special tokens, bold marks, math delimiters, a final period, a box."""
     previous = None
     while answer != previous:
         previous = answer
-        answer = SPECIAL_TOKEN.sub("", answer).strip().strip("*`").strip()
+        answer = strip_special_tokens(answer).strip().strip("*`").strip()
         answer = answer.removeprefix("__").removesuffix("__")
         for left, right in ((r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("$", "$")):
             if len(answer) >= len(left) + len(right) and answer.startswith(left) and answer.endswith(right):
@@ -70,18 +98,32 @@ def strip_decoration(answer: str) -> str:
 
 
 def normalize_answer(answer: str) -> str:
-    """The published normalisation, on an answer stripped of decoration, with numbers in canonical form."""
-    answer = strip_decoration(answer).rpartition("=")[2].replace("\u2212", "-")
+    """The published normalisation, on an answer stripped of decoration, with numbers in canonical form.
+
+    Where the published one deletes, this one leaves the gap between two digits: `3 4` and `3 ways 4` aren't 34.
+    """
+    answer = strip_decoration(value_of(strip_decoration(answer))).replace("\u2212", "-")
+    around, _, rest = answer.partition("$")
+    formula, closing, after = rest.partition("$")
+    if closing and "$" not in after and not HEDGE.search(around + after) and not re.search(r"\d", around + after):
+        answer = strip_decoration(value_of(formula))  # the formula in a sentence that names no other answer
+    answer = re.sub(r",\\!|\{,\}", ",", answer)  # thousands
+    answer = re.sub(r"frac\s*(\d)\s+(\d)", r"frac\1\2", answer)
+    for expression in SPACES:
+        answer = answer.replace(expression, " ")
+    answer = _without_spaces(answer)
     for before, after in SUBSTITUTIONS:
         answer = answer.replace(before, after)
     for expression in REMOVED:
-        answer = answer.replace(expression, "")
-    if answer.count("$") == 2:  # the formula in a sentence; of two formulas the published rule takes the first, a hedge
-        answer = answer.split("$")[1]
-    answer = re.sub(r"\\text(?:bf)?\{(.*?)\}", r"\1", answer)
-    answer = re.sub(r"\\overline\{(.*?)\}", r"\1", answer)
-    answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
-    answer = re.sub(r"(frac)([^{])(.)", r"frac{\2}{\3}", answer)
+        answer = answer.replace(expression, " ")
+    answer = re.sub(r"\\(?:text|textbf|overline)\{(.*?)\}", r" \1 ", answer)
+    answer = re.sub(r"\\boxed\{(.*)\}", r" \1 ", answer)
+    answer = re.sub(r"(frac)([^{])(.)", r"frac{\2}{\3}", _without_spaces(answer))
     answer = re.sub(r"(sqrt)([^{])", r"sqrt{\2}", answer)
-    answer = strip_decoration(answer.replace("$", ""))
+    answer = strip_decoration(_without_spaces(answer.replace("$", " ")))
     return canonical_number(answer) or answer
+
+
+def _without_spaces(text: str) -> str:
+    """Without white space, but for one blank wherever digits would join."""
+    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(text.split()))

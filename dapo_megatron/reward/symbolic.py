@@ -15,6 +15,7 @@ from dapo_megatron.reward.answers import (
     last_boxed,
     normalize_answer,
     strip_decoration,
+    value_of,
 )
 
 MAX_CHARACTERS = 300
@@ -23,6 +24,13 @@ MAX_EXPONENT = 1000
 MAX_FACTORIAL = 200
 UNBOUNDED = re.compile(r"\\(?:sum|prod|i*int|oint|lim|binom|dbinom|tbinom)\b|\*\*")
 SUBSCRIPTED_NUMBER = re.compile(r"\d\s*_")
+UNIT = re.compile(r"\\(?:text\w*|mathrm|mbox)\{[^{}]*\}|\^\{?\\circ\}?|\\[$%,;:! ]|[%~$]|(?<=\d)\s*[a-zA-Z]+$")
+THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|,\\!|,)(?=\d{3}(?!\d))")
+NUMERAL = r"(?:\d+\.?\d*|\.\d+)"
+TERM = rf"\s*[+-]?\s*(?:{NUMERAL}\s*#?|#)\s*"  # `#`: a fraction or root
+QUOTIENT = re.compile(rf"{TERM}(?:/{TERM})?")
+ARGUMENT = rf"\s*(?:\{{{TERM}(?:/{TERM})?\}}|\d|#)"
+FRACTION_OR_ROOT = re.compile(rf"\\[dt]?frac{ARGUMENT}{ARGUMENT}|\\sqrt\s*(?:\[\d+\])?{ARGUMENT}")
 ALTERNATIVES = re.compile(r"(?i)\bor\b|\bpm\b|\band/or\b|\u00b1")
 
 
@@ -89,8 +97,21 @@ def parse_expression(expression: str) -> list:
     )
 
 
+def is_evaluated(expression: str) -> bool:
+    """True for one number, fraction, root, or multiple of them: nothing that is left to be worked out."""
+    text, before = UNIT.sub(" ", THOUSANDS.sub("", expression)).strip(), ""
+    while text != before:  # from the inside out
+        text, before = FRACTION_OR_ROOT.sub("#", text), text
+    return bool(QUOTIENT.fullmatch(text))
+
+
 def equivalent(gold: str, answer: str) -> bool:
-    """Whether `answer` is `gold`, both without delimiters, as text, as a number or symbolically."""
+    """Whether `answer` is `gold`, both without delimiters, as text, as a number or symbolically.
+
+    Of `variable = value` only the value counts. If the gold is a number, a fraction or a root, the answer must be one as
+    well: 17 * 2 isn't 34, and neither are 34 + 0, 34^1 and 33 = 34. A decimal must have exactly the gold's value.
+    """
+    gold, answer = value_of(gold), value_of(answer)
     if normalize_answer(gold) == normalize_answer(answer):
         return True
     if canonical_number(gold) and canonical_number(answer):
@@ -101,22 +122,25 @@ def equivalent(gold: str, answer: str) -> bool:
     for sign in (lambda s: "%" in s, SUBSCRIPTED_NUMBER.search, ALTERNATIVES.search):
         if bool(sign(gold)) != bool(sign(answer)):
             return False
+    if (is_evaluated(gold) and not is_evaluated(answer)) or ("=" in gold) != ("=" in answer):
+        return False
     import math_verify
 
     parsed_gold, parsed_answer = parse_expression(gold), parse_expression(answer)
-    if not parsed_gold or not parsed_answer or _decimal_for_irrational(parsed_gold[0], parsed_answer[0]):
+    if not parsed_gold or not parsed_answer or _differ_as_numbers(parsed_gold[0], parsed_answer[0]):
         return False
     return math_verify.verify(parsed_gold, parsed_answer, timeout_seconds=None)
 
 
-def _decimal_for_irrational(a: object, b: object) -> bool:
-    """True for a decimal against an irrational number: 7.141428 is no exact answer for sqrt(51)."""
+def _differ_as_numbers(a: object, b: object) -> bool:
+    """True for two different numbers of which at least one is a decimal or rational.
+
+    The library rounds: to it 0.33333333 is 1/3 and 7.141428 is sqrt(51). Decimals count as the rationals they are.
+    """
     import sympy
 
-    if not isinstance(a, sympy.Basic) or not isinstance(b, sympy.Basic):
+    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr) or not (a.is_number and b.is_number):
         return False
-    decimal_a, decimal_b = a.has(sympy.Float), b.has(sympy.Float)
-    if decimal_a == decimal_b:
-        return False
-    exact = b if decimal_a else a
-    return bool(exact.is_number and not exact.is_rational)
+    a, b = (x.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e))) for x in (a, b))
+    ratio = a / b if b else a
+    return bool(ratio.is_Rational and ratio != 1) or {a.is_rational, b.is_rational} == {True, False}

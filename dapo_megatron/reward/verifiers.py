@@ -15,15 +15,24 @@ from typing import Any
 
 from dapo_megatron.reward import symbolic
 from dapo_megatron.reward.answers import (
-    SPECIAL_TOKEN,
+    HEDGE,
     canonical_number,
     last_answer_line,
     last_boxed,
     normalize_answer,
+    strip_special_tokens,
 )
 
 # The published rule looks for the answer in the last 300 characters of a response.
 TAIL_CHARACTERS = 300
+# gsm8k: one number among words (of letters) and punctuation; words that multiply it; what makes `=` no computation.
+AROUND = r"(?:[^\W\d_]|[\s.,:;?'\"()*{}/])*"
+LONE_NUMBER = re.compile(rf"{AROUND}?([+-]?(?:\d[\d,]*(?:\.\d+)?|(?<![a-zA-Z])\.\d+)){AROUND}")
+CURRENCY = re.compile(r"[$\u20ac\u00a3\u00a5\u20b9\\]")
+MAGNITUDE = re.compile(
+    r"(?i:\b(?:dozens?|hundred|thousand|million|billion|percent|half|thirds?|quarters?)\b)|\d\s*(?:[kK]|M|B|bn)\b"
+)
+RELATION = re.compile(r"[!<>~\u2260\u2264\u2265,;]")
 
 
 @dataclass(frozen=True)
@@ -42,8 +51,13 @@ Verifier = Callable[[str, str], Verdict]
 def math_dapo(text: str, gold: str, *, strict: bool = True) -> Verdict:
     """The rule published with DAPO: the last `Answer:` line in the last 300 characters, normalised, equals the gold.
 
-    Beyond the published code, decoration (bold, delimiters, a box, a period) and spellings of the same number don't
-    make an answer wrong. strict=False also takes the last `\\boxed{}` of a response without an `Answer:` line.
+    More lenient than the published code: decoration (bold, delimiters, a box, a period, special tokens at the end) and
+    spellings of the same number don't make an answer wrong; strict=False also takes the last `\\boxed{}` of a response
+    without an `Answer:` line.
+    Stricter: the published code takes whatever follows the last `=` and what stands between the first two `$`, and
+    deletes blanks and words like "ways" even between digits. Here the right side of `=` counts only after one variable
+    (`x = 34`; not `x != 34`, `34 or 35 = 34`, `2 + 32 = 34`, `x = 33, y = 34`), a formula in a sentence only if the
+    sentence has no other digit and takes nothing back (not `It is $34$, not 35`), and `3 4` or `3 ways 4` isn't 34.
     """
     tail = text[-TAIL_CHARACTERS:]
     answer = last_answer_line(tail)
@@ -64,19 +78,27 @@ def math_verify(text: str, gold: str) -> Verdict:
 
 
 def gsm8k(text: str, gold: str) -> Verdict:
-    """The one number after the last `####`, or else on the last `Answer:` line; `$` and commas don't count."""
-    marked = text.rpartition("####")
-    answer = marked[2].strip().partition("\n")[0] if marked[1] else last_answer_line(text)
-    numbers = re.findall(r"[+-]?\d[\d,]*(?:\.\d+)?", (answer or "").replace("\u2212", "-").replace("$", ""))
-    if len(numbers) != 1:  # a list of candidates is no answer
+    """The number after the last `####`, or else on the last `Answer:` line, or what it is computed to there (`5 + 3 = 8`).
+
+    Around it only currency signs, words for units and punctuation may stand: `34 apples`, but not `34%`, `34k` or `not 34`.
+    """
+    marked = re.findall(r"####\s*([^#\n]+)", text)
+    answer = marked[-1] if marked else last_answer_line(text) or ""
+    computation, equals, value = strip_special_tokens(answer).rpartition("=")
+    if equals and (HEDGE.search(computation) or RELATION.search(computation) or canonical_number(computation)):
+        return Verdict(False, None)  # `x != 34`, `34 or 35 = 34`, `33 = 34`
+    value = CURRENCY.sub("", value.replace("\u2212", "-"))
+    value = re.sub(r"(?<=[a-zA-Z])-(?=[a-zA-Z])", "", value)  # half-hours
+    match = LONE_NUMBER.fullmatch(value)
+    if match is None or HEDGE.search(value) or MAGNITUDE.search(value):
         return Verdict(False, None)
-    extracted = canonical_number(numbers[0].rstrip(","))
+    extracted = canonical_number(match[1].rstrip(","))
     return Verdict(extracted is not None and extracted == canonical_number(gold), extracted)
 
 
 def exact_answer(text: str, gold: str) -> Verdict:
     """The response holds exactly one `Answer: N`, N an integer, and ends with it."""
-    text = SPECIAL_TOKEN.sub("", text)
+    text = strip_special_tokens(text)
     match = re.search(r"(?i)Answer:\s*([+-]?\d+)\s*\Z", text)
     if match is None or len(re.findall(r"(?i)Answer\s*:", text)) != 1:
         return Verdict(False, None)
@@ -92,17 +114,17 @@ def choice(text: str, gold: str) -> Verdict:
 def reasoning_gym(text: str, gold: str) -> Verdict:
     """reasoning-gym's own scorer on the extracted answer gives exactly 1.0.
 
-    `gold` is JSON with the item's question, answer and metadata. The answer is the last `<answer>...</answer>`, or else
-    all that follows the last `Answer:`. It is extracted first as scorers give partial credit for any text that holds
-    it.
+    `gold` is JSON with the item's question, answer and metadata. The answer is the only `<answer>...</answer>`, or else
+    all that follows the only `Answer:`; two of a kind are two attempts. It is extracted first as scorers give partial
+    credit for any text that holds it.
     """
     item = json.loads(gold)
-    tagged = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    lines = re.split(r"(?i)Answer\s*:", SPECIAL_TOKEN.sub("", text))
-    if tagged:
-        extracted = tagged[-1].strip()
-    elif len(lines) > 1:
-        extracted = lines[-1].strip()
+    tagged = text.split("<answer>")
+    lines = re.split(r"(?i)Answer\s*:", strip_special_tokens(text))
+    if len(tagged) == 2 and tagged[1].count("</answer>") == 1:
+        extracted = tagged[1].partition("</answer>")[0].strip()
+    elif len(tagged) == 1 and len(lines) == 2:
+        extracted = lines[1].strip()
     else:
         return Verdict(False, None)
     if extracted == item["answer"]:

@@ -232,12 +232,18 @@ class SGLangEngine:
 
     async def _end_update(self, server: _Server, version: int) -> None:
         await self._control(server, "/end_weight_update", {})
-        answer = await self._client().get(f"{server.url}/model_info", timeout=self.update_timeout_s)
-        held = answer.json()["weight_version"]
+        held = await self._held_version(server)
         if held != str(version):
             raise RuntimeError(f"{server.url} holds weights of version {held} after version {version} was published")
         await self._control(server, "/continue_generation", {})
         server.suspect = False
+
+    async def _held_version(self, server: _Server) -> str:
+        try:
+            answer = await self._client().get(f"{server.url}/model_info", timeout=self.update_timeout_s)
+        except httpx.HTTPError as e:
+            raise RuntimeError(f"/model_info failed at {server.url}: {e or type(e).__name__}") from e
+        return str(answer.json()["weight_version"])
 
     async def checksums(self) -> list[dict[str, str]]:
         """One mapping "TP rank/SGLang's parameter name" -> checksum for each server; to be compared with what

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import IO
+
+import httpx
 
 CPU_STUB = Path(__file__).parent / "cpu_stub"
 
@@ -184,9 +185,8 @@ class SGLangServer:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
-                return answer.status == 200
-        except OSError:
+            return httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200
+        except httpx.HTTPError:
             return False
 
     def log_tail(self, num_lines: int = 30) -> str:

@@ -129,7 +129,7 @@ class SGLangWeightSender:
         import torch.distributed as dist
 
         assert self._group is None, "open is called once"
-        self._http = httpx.Client(base_url=self.url, timeout=self.timeout_s)
+        self._http = httpx.Client(base_url=self.url, timeout=self.timeout_s, trust_env=False)
         self._group_name = f"dapo-{sender}-of-{num_senders}-{uuid.uuid4().hex[:8]}"  # one left by a crash is in nobody's way
         # SGLang logs and skips a name it does not know, so we ask which ones it does.
         ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]

@@ -1,7 +1,7 @@
 """From what a step produced to its metrics (names and meanings: metrics.METRICS)."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -27,30 +27,31 @@ class Phases:
         self._begin = time.monotonic()
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[Callable[[], float]]:
-        """Yields a function that tells the seconds since entering."""
+    def __call__(self, name: str) -> Iterator[None]:
         assert name in PHASES, name
         self._console.phase(name)
         begin = time.monotonic()
         try:
-            yield lambda: time.monotonic() - begin
+            yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - begin
 
-    def metrics(self, values: Mapping[str, float], rewards: Any, stream: Any, policy: Any) -> dict[str, float]:
-        """Times and rates of the step so far, and the state of pool, stream and ranks. `values`: the step's other metrics."""
+    def seconds(self) -> dict[str, float]:
+        """Of each phase of the step so far, and of the step."""
+        phases = {f"time/{name}_s": value for name, value in self._seconds.items()}
+        return {**phases, "time/step_s": time.monotonic() - self._begin}
+
+    def metrics(self, values: Mapping[str, float], stream: Any, peak_memory_gb: float) -> dict[str, float]:
+        """Times and rates of the step so far, and the state of the prompt stream. `values`: the step's other metrics."""
         seconds = self._seconds
         rates = {
             "throughput/generated_tokens_per_s": values["tokens/generated"] / max(seconds.get("rollout", 0.0), 1e-9),
             "throughput/trained_tokens_per_s": values["tokens/packed"] / max(seconds.get("update", 0.0), 1e-9),
         }
         return {
-            **{f"time/{name}_s": value for name, value in seconds.items()},
-            "time/reward_s": rewards.take_seconds(),
-            "time/step_s": time.monotonic() - self._begin,
+            **self.seconds(),
             **rates,
-            "reward/verifier_errors": float(rewards.take_errors()),
-            "memory/peak_gb": policy.peak_memory_gb(),
+            "memory/peak_gb": peak_memory_gb,
             "data/epoch": float(stream.epoch),
             "data/position": float(stream.position),
             "data/skipped_too_long": float(stream.num_skipped_too_long),

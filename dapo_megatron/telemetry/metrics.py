@@ -30,7 +30,7 @@ METRICS: dict[str, Metric] = {
     # Dynamic sampling: sampled + carried_in = resolved + cut + carried_out (groups)
     "sampling/groups_sampled": Metric("groups", "groups taken from the prompt stream and started in the step"),
     "sampling/groups_resolved": Metric("groups", "groups finished, scored and judged: kept or filtered"),
-    "sampling/groups_kept": Metric("groups", "groups with 0 < number correct < G that the step trains on"),
+    "sampling/groups_kept": Metric("groups", "groups that the step trains on; with dynamic sampling 0 < number correct < G"),
     "sampling/groups_all_correct": Metric("groups", "resolved groups with all G responses correct"),
     "sampling/groups_all_wrong": Metric("groups", "resolved groups with none of the G responses correct"),
     "sampling/groups_cut": Metric("groups", "groups started, then not needed: their prompts went back to the stream"),
@@ -70,9 +70,9 @@ METRICS: dict[str, Metric] = {
     "optimizer/grad_norm": Metric("norm", "global gradient norm before clipping, mean over the step's updates"),
     "optimizer/lr": Metric("1", "learning rate of the step"),
     "optimizer/updates": Metric("updates", "optimizer steps done in this rollout step"),
-    "optimizer/updates_skipped": Metric("updates", "mini-batches without an update: nothing valid or a gradient not finite"),
+    "optimizer/updates_skipped": Metric("updates", "mini-batches without an update, since the mask let no token into the loss"),
     # Trainer against rollout server
-    "sync/logprob_diff_mean": Metric("nats", "mean |trainer's old log-prob - server's log-prob| of the trained tokens"),
+    "sync/logprob_diff_mean": Metric("nats", "mean |trainer's old log-prob - server's|, trained tokens not carried over"),
     "sync/logprob_diff_max": Metric("nats", "the largest of these"),
     "sync/version": Metric("version", "version of the weights the servers hold after the step's publish"),
     # Seconds of wall time on the controller
@@ -90,7 +90,7 @@ METRICS: dict[str, Metric] = {
     # Prompt stream
     "data/epoch": Metric("epochs", "epoch of the next prompt, from 0"),
     "data/position": Metric("prompts", "prompts of the stream consumed so far, never falling"),
-    "data/skipped_too_long": Metric("prompts", "prompts of the data set left out for their length, so far"),
+    "data/skipped_too_long": Metric("prompts", "prompts of the data set left out for their length"),
     # Evaluation on held-out prompts, by the weights after the step
     "eval/avg_at_k": Metric("share", "mean accuracy over prompts and k samples each"),
     "eval/greedy": Metric("share", "accuracy at temperature 0"),

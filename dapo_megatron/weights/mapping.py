@@ -42,7 +42,7 @@ class ModelShape:
             num_query_groups=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings", family != "llama")),
+            tied=bool(config.get("tie_word_embeddings", False)),
         )
 
     def padded_vocab(self, tp: int) -> int:

@@ -1,4 +1,4 @@
-"""Publishing: the controller's state machine around one transfer of new weights from trainer ranks to engines."""
+"""Publishing: the controller's part of one transfer of new weights from trainer ranks to engines."""
 
 from typing import Any, Protocol
 
@@ -6,9 +6,10 @@ from typing import Any, Protocol
 class Sending(Protocol):
     """The trainer ranks, as seen from here."""
 
-    def open_senders(self, senders: list[Any]) -> None: ...
-    def send_weights(self, version: int) -> None: ...
-    def checksums(self) -> list[dict[str, str]]: ...
+    async def open_senders(self, senders: list[Any]) -> None: ...
+    async def send_weights(self, version: int) -> None: ...
+    async def close_senders(self) -> None: ...
+    async def checksums(self) -> list[dict[str, str]]: ...
 
 
 class Receiving(Protocol):
@@ -21,30 +22,39 @@ class Receiving(Protocol):
 
 
 class Publisher:
-    """States: idle -> updating -> committed -> updating -> ... A failure leaves `updating`; the one recovery is to publish the
-    same version again from its beginning, which `publish` does when called again."""
+    """idle -> paused (begin_update) -> updating (send_weights) -> committed (end_update), and so on for the next version.
+
+    Whatever fails in between, there is one recovery: the same version from the beginning, over new connections. It is tried
+    once; then the error is raised.
+    """
 
     def __init__(self, trainer: Sending, engine: Receiving, check: bool) -> None:
         self._trainer, self._engine, self._check = trainer, engine, check
-        self.state = "idle"
         self.version = -1
 
-    def connect(self) -> None:
-        self._trainer.open_senders(self._engine.weight_senders())
+    async def connect(self) -> None:
+        await self._trainer.open_senders(self._engine.weight_senders())
 
     async def publish(self, version: int) -> None:
         """The engines hold the trainer's weights as `version` when this returns; no request may be in flight."""
-        self.state, self.version = "updating", version
-        await self._engine.begin_update(version)
-        self._trainer.send_weights(version)
-        await self._engine.end_update(version)
+        try:
+            await self._transfer(version)
+        except RuntimeError:
+            await self._trainer.close_senders()
+            await self.connect()
+            await self._transfer(version)
+        self.version = version
         if self._check:
             await self.compare()
-        self.state = "committed"
+
+    async def _transfer(self, version: int) -> None:
+        await self._engine.begin_update(version)
+        await self._trainer.send_weights(version)
+        await self._engine.end_update(version)
 
     async def compare(self) -> None:
         """Raise RuntimeError unless every engine holds, bit for bit in its dtype, what the trainer has."""
-        expected = self._trainer.checksums()
+        expected = await self._trainer.checksums()
         for number, held in enumerate(await self._engine.checksums()):
             want = expected[number]
             missing = sorted(want.keys() ^ held.keys())

@@ -116,6 +116,8 @@ def reference(model_dir: Path, samples: list[Sample], cfg: Config, old: list[np.
         advantage = torch.tensor(sample.advantages, dtype=torch.float64)
         clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
         term = torch.minimum(ratio * advantage, clipped * advantage)
+        if algorithm.dual_clip:
+            term = torch.where(advantage < 0, torch.maximum(term, algorithm.dual_clip * advantage), term)
         entropy = -(logp_all.exp() * logp_all).sum(-1)
         weight = torch.tensor(sample.weights) * torch.tensor(sample.mask)
         total = total - (weight * (term + algorithm.entropy_coef * entropy)).sum()

@@ -30,9 +30,16 @@ def policy_gradients(rank: int, model_dir: str, cfg: Any, shares: list[Any]) -> 
     return {"grads": grads, "stats": {k: float(v) for k, v in stats.items()}, "old": old}
 
 
-def check(ranks: RankPool, model_dir: Path, cfg: Any) -> list[dict[str, Any]]:
+def check(ranks: RankPool, model_dir: Path, cfg: Any, stale: bool = False) -> list[dict[str, Any]]:
+    """`stale`: all tokens are carried over from older weights, whose log-probs differ, so that every kind of clip acts."""
     samples = make_samples()
     expected = reference(model_dir, samples, cfg)
+    if stale:
+        rng = np.random.default_rng(4)
+        for sample, logprobs in zip(samples, expected["logprobs"], strict=True):
+            sample.rollout_logprobs = (logprobs - rng.normal(0, 1.0, len(logprobs))).astype(np.float32)
+            sample.stale[:] = True
+        expected = reference(model_dir, samples, cfg, old=[sample.rollout_logprobs for sample in samples])
     world = cfg.world_size
     results = ranks.run(policy_gradients, world, str(model_dir), cfg, pack(samples, cfg))
     grads: dict[str, torch.Tensor] = {}
@@ -62,6 +69,14 @@ def test_gradients_equal_transformers(ranks: RankPool, models: dict[str, Path], 
 @pytest.mark.parametrize(("model", "layout"), [("qwen2_tied", "tp2 sp"), ("qwen3_untied", "tp2"), ("qwen3_untied", "tp2 sp")])
 def test_gradients_of_other_families(ranks: RankPool, models: dict[str, Path], model: str, layout: str) -> None:
     check(ranks, models[model], make_config(**LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", ["one rank", "tp2 sp", "pp2", "dp2"])
+def test_gradients_when_the_clips_act(ranks: RankPool, models: dict[str, Path], layout: str) -> None:
+    settings = LAYOUTS[layout] | {"algorithm__dual_clip": 3.0, "parallel__max_tokens_per_microbatch": 40}
+    results = check(ranks, models["llama_tied"], make_config(**settings), stale=True)
+    for name in ("clipped_high", "clipped_low", "dual_clipped"):
+        assert sum(result["stats"].get(name, 0) for result in results) > 0, name
 
 
 @pytest.mark.parametrize("aggregation", ["group_token", "sequence", "constant"])

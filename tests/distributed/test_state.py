@@ -86,3 +86,47 @@ def test_resume_on_another_layout(ranks: RankPool, models: dict[str, Path], tmp_
     for name in whole:
         error = (whole[name] - resumed[name]).norm() / whole[name].norm()
         assert error <= 0.02 * lr, f"{name}: {error:.1e}"
+
+
+def decay_only(rank: int, model_dir: str, cfg: Any, shares: list[Any], out: str) -> None:
+    """One update without any gradient: advantages are 0."""
+    worker = worker_for(rank, cfg, model_dir)
+    worker.load_batch([shares[worker.policy.dp_rank]])
+    worker.old_logprobs()
+    worker.update(0, lr=0.1)
+    worker.export_hf(out)
+
+
+def test_weight_decay_spares_norms_and_biases(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    cfg = make_config(optimizer__weight_decay=0.5)
+    samples = make_samples()
+    for sample in samples:
+        sample.advantages[:] = 0.0
+    ranks.run(decay_only, 1, str(models["qwen2_tied"]), cfg, pack(samples, cfg), str(tmp_path / "out"))
+    before, after = all_tensors(models["qwen2_tied"]), all_tensors(tmp_path / "out")
+    for name in before:
+        factor = 1.0 if before[name].ndim == 1 else 1.0 - 0.1 * 0.5
+        torch.testing.assert_close(after[name], factor * before[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+def nan_gradient(rank: int, model_dir: str, cfg: Any, shares: list[Any], out: str) -> str:
+    worker = worker_for(rank, cfg, model_dir)
+    worker.load_batch([shares[worker.policy.dp_rank]])
+    worker.old_logprobs()
+    message = ""
+    try:
+        worker.update(0, lr=1e-3)
+    except RuntimeError as error:
+        message = str(error)
+    worker.export_hf(out)
+    return message
+
+
+def test_a_gradient_that_is_nan_changes_no_weight(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
+    cfg = make_config(dp=2)
+    samples = make_samples()
+    samples[0].advantages[0] = float("nan")
+    messages = ranks.run(nan_gradient, 2, str(models["llama_tied"]), cfg, pack(samples, cfg), str(tmp_path / "out"))
+    assert all("the gradient norm is nan: no weight was changed" in message for message in messages)
+    before, after = all_tensors(models["llama_tied"]), all_tensors(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)

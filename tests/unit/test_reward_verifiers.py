@@ -21,6 +21,8 @@ SHARED = Path(__file__).parents[3] / "shared" / "data"
         r"Answer: \[34\]", "Answer: 34.0", "Answer: 034", "Answer: 34</s>", "Answer: 34<|im_end|>", "Answer: $34$",
         "Answer: $34$.", r"Answer: \boxed{34}", r"Answer: $\boxed{34}$.", "Answer: x = 34", "Answer: +34",
         r"Answer: 34^\circ",
+        "Answer: The area is $34$.", "Answer: $x$ = $34$", "Answer: so $x_1 = 34$", "Answer: f(3) = 34", "Answer: $m + n = 34$",
+        "Answer: a 34 square inches", r"Answer: \$34", "Answer: 34 </s> <|im_end|>\n", r"Answer: $\text{Area} = 34$",
         "Answer: 33\nNo.\nAnswer: 34", "Answer:\n34", r"Answer: \text{34}", "Answer: 34 dollars",
     ],
 )  # fmt: skip
@@ -37,6 +39,11 @@ def test_math_dapo_reads_spellings_of_34(answer):
         "Answer: 3,4",
         r"Answer: \boxed{34} or \boxed{35}", "Answer: 34\nAnswer: 35", "Answer: 34.5", "Answer: -34", "Answer:",
         "Answer: 34\n" + "x" * 300,
+        "Answer: x != 34", "Answer: x >= 34", r"Answer: $x \ge y = 34$", "Answer: 34 or 35 = 34", "Answer: x = 33, y = 34",
+        "Answer: 33 = 34", "Answer: 2x = 34", "Answer: 35 but $34$ maybe", "Answer: It is $34$, not 35", "Answer: not $34$",
+        "Answer: It isn't $34$", "Answer: not x = 34", "Answer: 3 4", "Answer: 3 a 4", "Answer: 3ways4", r"Answer: 3\text{}4",
+        "Answer: 3 ways 4", "Answer: 3$4", r"Answer: \boxed{3}4", r"Answer: 3\ 4", "Answer: 3<|x|>4", r"Answer: 3\dots 4",
+        r"Answer: 3{,}4",
     ],
 )  # fmt: skip
 def test_math_dapo_rejects(response):
@@ -89,7 +96,10 @@ def test_normalize_answer_is_stable():
         ("72", r"\boxed{72}"), ("0.5", r"\boxed{\frac12}"), ("0.5", r"\boxed{1/2}"), ("1234", r"\boxed{1,234}"),
         ("10", r"\boxed{\$10}"), ("10", r"\boxed{10\text{ cm}}"), ("73", r"\boxed{073}"), ("x=5", r"\boxed{5}"),
         ("10^8", r"\boxed{100000000}"), (r"3\sqrt{13}", r"\boxed{\sqrt{117}}"), (r"x \in [-2,7]", r"\boxed{[-2,7]}"),
-        ("90", r"\boxed{90^\circ}"), (r"\{1, 2\}", r"\boxed{\{2, 1\}}"), ("120", r"\boxed{5!}"),
+        ("90", r"\boxed{90^\circ}"), (r"\{1, 2\}", r"\boxed{\{2, 1\}}"), ("5! + 1", r"\boxed{1 + 5!}"),
+        ("34", r"\boxed{x_1 = 34}"), ("34", r"\boxed{\theta = 34^{\circ}}"), ("17/3", r"\boxed{5\frac{2}{3}}"),
+        ("34", r"\boxed{\frac{68}{2}}"), ("34", r"\boxed{\sqrt{1156}}"), (r"\frac{\sqrt{3}}{2}", r"\boxed{\frac{3}{2\sqrt{3}}}"),
+        (r"1+\sqrt2", r"\boxed{\sqrt{2} + 1}"), (r"\frac{3\pi}{2}", r"\boxed{1.5\pi}"), ("5", r"\boxed{x = 5}"),
         ("p - q", "Answer: $-q + p$"),
         (r"\left(3,\frac{\pi}{2}\right)", r"\boxed{(3, \pi/2)}"), ("34", r"\boxed{33} wait, \boxed{34}"),
         ("$\\frac{1}{2}$", r"\boxed{0.5}"), (r"52_8", r"\boxed{52_8}"), (r"50\%", r"\boxed{50\%}"),
@@ -108,6 +118,11 @@ def test_math_verify_accepts(gold, response):
         ("34", r"\boxed{33 or 34}"),
         ("34", r"\boxed{33, 34}"), ("34", r"\boxed{34 \pm 0}"), (r"\sqrt{51}", r"\boxed{7.141428}"),
         ("34", r"\boxed{34"),
+        ("34", r"\boxed{17\cdot 2}"), ("34", r"\boxed{34+0}"), ("34", r"\boxed{33=34}"), ("1/3", r"\boxed{0.33333333}"),
+        ("34", r"\boxed{34^1}"), ("34", r"\boxed{17 17}"), ("34", r"\boxed{(17)(17)}"), ("120", r"\boxed{5!}"),
+        ("34", r"\boxed{x=33, y=34}"), ("34", r"\boxed{2x = 34}"), ("x=5", r"\boxed{3+2}"), ("x=5", r"\boxed{4=5}"),
+        (r"\frac{17}{3}", r"\boxed{5+\frac{2}{3}}"), ("1/2", r"\boxed{0.50000001}"), (r"\frac{1}{7}", r"\boxed{0.142857}"),
+        (r"\frac{\pi}{3}", r"\boxed{0.333333333\pi}"), (r"\sqrt{2}", r"\boxed{\frac{99}{70}}"), (r"2\pi", r"\boxed{1 = 2\pi}"),
         ("34", "34"), ("22099999999999998951424", r"\boxed{22099999999999998951425}"),
     ],
 )  # fmt: skip
@@ -157,7 +172,10 @@ def test_math_verify_on_math500_golds():
     [
         ("6 * 7\n#### 42", "42", "42"), ("#### $1,234", "1234", "1234"), ("#### 1234.00", "1,234", "1234"),
         ("#### -5\nmore 7", "-5", "-5"),
-        ("so\nAnswer: 42 apples", "42", "42"),
+        ("so\nAnswer: 42 apples", "42", "42"), ("#### 5 + 3 = 8", "8", "8"), ("#### 34 ####", "34", "34"),
+        ("Answer: **34**", "34", "34"), ("#### \u20ac34.50 per half-hour.", "34.5", "34.5"), ("#### .5", "0.5", "0.5"),
+        ("Answer: She makes $18 every day.<|im_end|>", "18", "18"), ("Answer: x = 34</s>", "34", "34"), ("#### Rs.34", "34", "34"),
+        (r"Answer: \$34", "34", "34"), ("#### 34km", "34", "34"), ("#### -$34", "-34", "-34"),
     ],
 )  # fmt: skip
 def test_gsm8k_accepts(response, gold, extracted):
@@ -167,6 +185,30 @@ def test_gsm8k_accepts(response, gold, extracted):
 @pytest.mark.parametrize("response", ["42", "#### 41 or 42", "####", "#### 42.5", "#### 5 #### 6", "#### 4,2"])
 def test_gsm8k_rejects(response):
     assert not make_verifier("gsm8k")(response, "42").correct
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["Answer: not 34", "34k", "34%", "34 thousand", "34 dozen", "34M", "x != 34", "34 or 35 = 34", "33 = 34", "x >= 34", "maybe 34",
+     "34-", "34 +", "34!", "2^34", "e^34", "34 or", "minus 34", "3<|x|>4", "30 + 4", "34 + =", "~34", "about 34-35"],
+)  # fmt: skip
+def test_gsm8k_takes_one_number_that_nothing_is_done_to(response):
+    for marker in ("Answer: ", "#### "):
+        assert not make_verifier("gsm8k")(marker + response, "34").correct
+    for response, gold in (("12-", "12"), ("5 + =", "5"), (".5", "5")):
+        assert not make_verifier("gsm8k")(f"#### {response}", gold).correct
+
+
+@pytest.mark.parametrize(
+    "text", [" " * 40_000 + "x", "</s>" * 10_000, "_{" * 20_000 + "=", "a" * 40_000 + "=1=", "####" * 10_000]
+)
+def test_verdicts_on_long_junk_take_no_time(text):
+    begin = time.perf_counter()
+    for name in ("math_dapo", "math_verify", "gsm8k", "exact_answer"):
+        assert not make_verifier(name)(text, "34").correct
+        assert not make_verifier(name)(f"Answer: {text}", "34").correct
+        assert not make_verifier(name)(f"\\boxed{{{text}}}", "34").correct
+    assert time.perf_counter() - begin < 3
 
 
 @pytest.mark.parametrize("response", ["Answer: 14", " answer: 14\n", "7 + 7. Answer:14", "Answer: 014", "Answer: 14<|im_end|>"])
@@ -184,6 +226,8 @@ def test_exact_answer_accepts(response):
         "Answer: 14\nAnswer: 14",
         "Answer: 15",
         "Answer: 1 4",
+        "Answer: 1<|x|>4",
+        "Answer: 1</s>4",
     ],
 )
 def test_exact_answer_rejects(response):
@@ -206,6 +250,15 @@ def test_reasoning_gym_gives_no_partial_credit():
     assert not verify("3", gold).correct
     assert not verify("<answer>3</answer><answer>4</answer>", gold).correct
     assert not verify("Answer: 1 or 2 or 3", gold).correct
+    assert verify("Answer: 3<|im_end|>", gold).correct
+    for attempts in (
+        "<answer>4</answer><answer>3</answer>",
+        "<answer>4<answer>3</answer>",
+        "<answer>3</answer></answer>",
+        "<answer>3",
+        "Answer: 4 Answer: 3",
+    ):
+        assert verify(attempts, gold) == Verdict(False, None)
 
 
 def test_every_verifier_can_be_pickled_and_survives_junk():

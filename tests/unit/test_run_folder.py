@@ -1,5 +1,6 @@
 """Checkpoints that appear whole or not at all; which one a run resumes from; state that comes back bit for bit."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from dapo_megatron.config import Config
 from dapo_megatron.run_folder import RunFolder
+from dapo_megatron.telemetry.metrics import read_metrics
 
 
 class State:
@@ -28,14 +30,17 @@ def cfg(tmp_path: Path) -> Config:
     return cfg
 
 
-def save_policy(folder: str) -> None:
+async def save_policy(folder: str) -> None:
     (Path(folder) / "weights").write_text("w")
 
 
-def checkpoint(cfg: Config, step: int, value: Any = 1) -> RunFolder:
-    folder = RunFolder.open(cfg, "auto")
-    folder.save_checkpoint(step, save_policy, State(value), State({"position": step}))
-    return folder
+def checkpoint(cfg: Config, step: int, value: Any = 1) -> None:
+    with RunFolder.open(cfg, "auto") as folder:
+        save(folder, step, State(value), State({"position": step}))
+
+
+def save(folder: RunFolder, step: int, sampler: State, stream: State, policy: Any = None) -> None:
+    asyncio.run(folder.save_checkpoint(step, {"data/position": float(step)}, policy or save_policy, sampler, stream))
 
 
 def names(cfg: Config) -> list[str]:
@@ -49,9 +54,55 @@ def test_resume_from_the_last(cfg: Config) -> None:
     folder = RunFolder.open(cfg, "auto")
     loaded: list[str] = []
     stream = State()
-    assert folder.load_checkpoint(loaded.append, State(), stream) == 4
+
+    async def load(path: str) -> None:
+        loaded.append(path)
+
+    asyncio.run(folder.load_policy(load))
+    folder.load_state("stream", stream)
     assert Path(loaded[0]).parent.name == "step_000003" and stream.value == {"position": 3}
-    assert not folder.finished and RunFolder.open(cfg, str(folder.checkpoint)).resumed_step == 3
+    assert folder.resumed_step == 3 and not folder.finished
+
+
+def test_resume_from_an_older_one_moves_the_later_aside(cfg: Config) -> None:
+    cfg.checkpoint.keep = 9
+    for step in (1, 2, 3):
+        checkpoint(cfg, step)
+    cfg.checkpoint.keep = 1
+    folder = RunFolder.open(cfg, str(Path(cfg.run.dir) / "run" / "checkpoints" / "step_000001"))
+    assert folder.resumed_step == 1
+    save(folder, 2, State(), State())
+    assert names(cfg)[1:] == ["step_000002"]
+    assert sorted(p.name for p in folder.path.glob("checkpoints/abandoned.*/*")) == ["step_000002", "step_000003"]
+    folder.__exit__()
+    assert RunFolder.open(cfg, "auto").resumed_step == 2
+
+
+def test_a_row_that_was_not_written_any_more_is_written_on_resume(cfg: Config) -> None:
+    """Killed between checkpoint and metrics."""
+    checkpoint(cfg, 1)
+    for _ in range(2):
+        with RunFolder.open(cfg, "auto").metrics():
+            pass
+        assert read_metrics(Path(cfg.run.dir) / "run" / "metrics.jsonl") == [{"step": 1, "data/position": 1.0}]
+
+
+def test_folder_in_use(cfg: Config) -> None:
+    folder = RunFolder.open(cfg, "auto")
+    for resume in ("auto", "never"):
+        with pytest.raises(ValueError, match=r"run\.name: .* in use by another process"):
+            RunFolder.open(cfg, resume)
+    folder.__exit__()
+    RunFolder.open(cfg, "auto")
+
+
+def test_changed_settings(cfg: Config) -> None:
+    checkpoint(cfg, 1)
+    cfg.optimizer.lr = 5e-6
+    assert RunFolder.open(cfg, "auto").changes == ["optimizer.lr: 1e-06 -> 5e-06"]
+    cfg.run.seed = 2
+    with pytest.raises(ValueError, match=r"run\.seed: 1 -> 2.*--resume never"):
+        RunFolder.open(cfg, "auto")
 
 
 def test_state_comes_back_bit_for_bit(cfg: Config) -> None:
@@ -62,23 +113,25 @@ def test_state_comes_back_bit_for_bit(cfg: Config) -> None:
     }
     checkpoint(cfg, 1, value)
     sampler = State()
-    RunFolder.open(cfg, "auto").load_checkpoint(lambda _: None, sampler, State())
+    RunFolder.open(cfg, "auto").load_state("sampler", sampler)
     assert sampler.value["list"] == value["list"]
     for name in ("logprobs", "ids"):
         assert sampler.value[name].dtype == value[name].dtype and (sampler.value[name] == value[name]).all()
 
 
 def test_a_failed_save_leaves_the_last_checkpoint(cfg: Config) -> None:
-    folder = checkpoint(cfg, 1)
+    checkpoint(cfg, 1)
+    folder = RunFolder.open(cfg, "auto")
 
-    def fail(path: str) -> None:
-        save_policy(path)
+    async def fail(path: str) -> None:
+        await save_policy(path)
         raise OSError("no space left on device")
 
     with pytest.raises(OSError, match="no space"):
-        folder.save_checkpoint(2, fail, State(), State())
+        save(folder, 2, State(), State(), fail)
+    folder.__exit__()
     assert RunFolder.open(cfg, "auto").resumed_step == 1
-    assert names(cfg) == ["step_000001"]
+    assert "step_000002" not in names(cfg)
 
 
 def test_never_moves_the_old_run_aside(cfg: Config) -> None:
@@ -91,7 +144,10 @@ def test_never_moves_the_old_run_aside(cfg: Config) -> None:
 
 def test_finished_run(cfg: Config) -> None:
     checkpoint(cfg, 5)
-    assert RunFolder.open(cfg, "auto").finished
+    folder = RunFolder.open(cfg, "auto")
+    assert not folder.finished  # killed before the export
+    (folder.path / "hf").mkdir()
+    assert folder.finished
 
 
 def test_path_that_is_no_checkpoint(cfg: Config, tmp_path: Path) -> None:
