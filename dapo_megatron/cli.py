@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         dry_run = getattr(args, "dry_run", False)
         config, warnings = load_valid_config(args.config, args.overrides, dry_run=dry_run)
         _print_warnings(warnings)
+        _check_resume(getattr(args, "resume", "auto"), dry_run)
         return int(args.run(config, args))
     except ConfigError as error:
         print(f"{args.config}: {len(error.problems)} error(s), nothing was started", file=sys.stderr)
@@ -29,11 +30,28 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {problem}", file=sys.stderr)
         return 2
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"dapo: {' '.join(str(error).split()) or type(error).__name__}{_keep_traceback(config)}", file=sys.stderr)
+        where = _keep_traceback(config) if config else ""
+        print(f"dapo: {' '.join(str(error).split()) or type(error).__name__}{where}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("dapo: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        where = _keep_traceback(config)
+        print(f"dapo: {what}; this is a fault of dapo_megatron, please report it{where}", file=sys.stderr)
+        return 1
+
+
+def _check_resume(resume: str, dry_run: bool) -> None:
+    """ConfigError for a path that is no checkpoint, before model and data are read; a dry run may be for another machine."""
+    if resume in ("auto", "never") or (Path(resume).expanduser() / "state.json").is_file():
+        return
+    message = "no checkpoint there (state.json is missing); give a step_NNNNNN folder, auto or never"
+    problem = Problem("--resume", resume, message, "machine")
+    if not dry_run:
+        raise ConfigError([problem])
+    _print_warnings([problem])
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -88,10 +106,8 @@ def _data(config: Config, args: argparse.Namespace) -> int:
         prompt = stream.next()
         print(f"--- prompt {prompt.index}, uid {prompt.uid}, {len(prompt.token_ids)} tokens, gold {prompt.gold!r}")
         print(prepared.decode(prompt.token_ids))
-    print(
-        f"--- {prepared.num_rows} problems, {stream.num_skipped_too_long} of them skipped as longer than "
-        f"{config.data.max_prompt_tokens} tokens; {len(prepared.eval_prompts)} held out"
-    )
+    print(f"--- {stream.summary}")
+    print(f"--- {len(stream)} prompts to train on, {len(prepared.eval_prompts)} held out")
     return 0
 
 
@@ -102,8 +118,9 @@ def _print_warnings(problems: Sequence[Problem]) -> None:
 
 
 def _keep_traceback(config: Config | None) -> str:
-    """Write the current traceback into the run's folder; says where, or prints it if even that fails."""
+    """Write the current traceback into the run's folder; says where, or prints it if that can't be."""
     if config is None:
+        traceback.print_exc()
         return ""
     log = Path(config.run.dir).expanduser() / config.run.name / "error.log"
     try:

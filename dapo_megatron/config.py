@@ -32,8 +32,10 @@ class SourceConfig:
     # jsonl/jsonl.gz/parquet path, a hub data set id, or `generator:NAME` (generator:arithmetic, generator:choice,
     # generator:reasoning_gym)
     path: str = ""
+    subset: str = ""  # of a hub data set with several configurations, which one, e.g. `main` of GSM8K; empty: its default
+    # Of generators (train or test) and hub data sets; a file has none. data.eval's default is test.
     split: str = "train"
-    args: dict[str, Any] = field(default_factory=dict)  # the generator's arguments
+    args: dict[str, Any] = field(default_factory=dict)  # the generator's arguments; those of a later file replace all of them
     # Columns. The defaults read verl's rows; set prompt/answer for flat rows ({question, answer} ...).
     prompt_key: str = "prompt"
     answer_key: str = "reward_model.ground_truth"
@@ -44,13 +46,13 @@ class SourceConfig:
 @dataclass
 class DataConfig:
     train: SourceConfig = field(default_factory=SourceConfig)
-    eval: SourceConfig = field(default_factory=SourceConfig)
+    eval: SourceConfig = field(default_factory=lambda: SourceConfig(split="test"))
     format: Literal["chat", "plain"] = "chat"  # chat: the tokenizer's chat template; plain: the text itself
     system: str = ""  # system turn; empty: none is added by us
     few_shot: list[list[str]] = field(default_factory=list)  # [[question, reply], ...] as earlier turns
     template: str = "{prompt}"  # put around every problem's text (the last user turn)
     shuffle: bool = True
-    max_prompt_tokens: int = 2048  # longer prompts are counted and skipped
+    max_prompt_tokens: int = 2048  # rows whose prompt is longer are skipped (and counted), never truncated
 
 
 @dataclass
@@ -66,7 +68,7 @@ class RolloutConfig:
     max_total_tokens: int = 8192  # KV cache of a server on CPU; on GPUs SGLang sizes it itself from mem_fraction
     mem_fraction: float = 0.6
     base_port: int = 0  # 0: any free port; otherwise server i listens on base_port + i
-    max_inflight_groups: int = 64
+    max_inflight_groups: int = 64  # groups being generated at a time, over all servers together
     request_timeout_s: float = 600.0
     startup_timeout_s: float = 600.0
     server_args: list[str] = field(default_factory=list)  # appended to SGLang's command line
@@ -99,7 +101,7 @@ class RewardConfig:
     correct: float = 1.0
     incorrect: float = -1.0
     num_workers: int = 1
-    timeout_s: float = 30.0  # one response's verdict; over it: incorrect, counted
+    timeout_s: float = 30.0  # of one response's verdict; over it the response is incorrect and counted as an error
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
 
 
@@ -112,7 +114,7 @@ class AlgorithmConfig:
     clip_high: float = 0.28
     dual_clip: float = 0.0  # c of the dual clip, > 1; 0: off
     aggregation: Literal["token", "group_token", "sequence", "constant"] = "token"
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # of the bonus for the policy's entropy; 0: off
 
 
 @dataclass
@@ -123,7 +125,7 @@ class OptimizerConfig:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
-    clip_grad: float = 1.0
+    clip_grad: float = 1.0  # largest global norm of the gradient; 0: no clipping
     prompts_per_minibatch: int = 32  # groups in one optimizer step
 
 

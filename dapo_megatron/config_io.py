@@ -1,7 +1,9 @@
 """YAML files and `key=value` overrides to a `Config`, and back to YAML.
 
 A file may name others: `base: [common.yaml, more.yaml]`, relative to itself. Order of precedence, weakest first: the
-defaults, the bases in their order, the file, the command line. Every fault of the structure is collected; values are
+defaults, the bases in their order, the file, the command line. Free-form mappings (data.*.args, reward.verifier_args,
+model.random_model) aren't merged: a later file replaces an earlier one's whole, as does `key={...}` on the command line;
+`data.train.args.seed=3` there changes one entry. Every fault of the structure is collected; values are
 judged in `validation.py`. Imports neither torch, ray nor megatron.
 """
 
@@ -109,17 +111,23 @@ def _read_yaml(path: Path, problems: list[Problem]) -> dict[str, Any]:
     return {str(k): v for k, v in content.items()}
 
 
-def _apply(node: Any, schema: type, prefix: str, values: dict[str, Any], source: str, problems: list[Problem]) -> None:
-    """Set every value of a nested mapping, field by field, so that one fault doesn't hide the next."""
+def _apply(
+    node: Any, schema: type, prefix: str, values: dict[str, Any], source: str, problems: list[Problem], *, merge: bool = False
+) -> None:
+    """Set every value of a nested mapping, field by field, so that one fault doesn't hide the next.
+
+    `merge`: a free-form mapping is added to what is there rather than put in its place.
+    """
     hints = typing.get_type_hints(schema)
     for key, value in values.items():
         name = f"{prefix}{key}"
         if key not in hints:
             problems.append(Problem(name, value, f"unknown key in {source}; {_nearest(name)}"))
         elif not is_dataclass(hints[key]):
-            _set(node, name, hints[key], value, source, problems)
+            _set(node, name, hints[key], value, source, problems, merge)
         elif isinstance(value, dict):
-            _apply(node, typing.cast(type, hints[key]), f"{name}.", {str(k): v for k, v in value.items()}, source, problems)
+            section = {str(k): v for k, v in value.items()}
+            _apply(node, typing.cast(type, hints[key]), f"{name}.", section, source, problems, merge=merge)
         elif value is not None:  # an empty section is harmless
             example = f"{name}.{next(iter(typing.get_type_hints(hints[key])))}"
             problems.append(Problem(name, value, f"in {source}: a section with keys is expected, such as {example}"))
@@ -140,16 +148,26 @@ def _apply_override(node: Any, override: str, problems: list[Problem]) -> None:
     nested = {last: typing.cast(dict[str, Any], content)["value"] if text else ""}
     for part in reversed(sections):
         nested = {part: nested}
-    _apply(node, Config, "", nested, source, problems)
+    _apply(node, Config, "", nested, source, problems, merge=_within_mapping(sections))
 
 
-def _set(node: Any, name: str, hint: Any, value: Any, source: str, problems: list[Problem]) -> None:
+def _within_mapping(sections: list[str]) -> bool:
+    """Whether these keys lead into a free-form mapping."""
+    schema: Any = Config
+    for key in sections:
+        schema = typing.get_type_hints(schema).get(key)
+        if not is_dataclass(schema):
+            return typing.get_origin(schema) is dict
+    return False
+
+
+def _set(node: Any, name: str, hint: Any, value: Any, source: str, problems: list[Problem], merge: bool) -> None:
     try:
         if hint is bool and not isinstance(value, bool):  # OmegaConf would take 2 for true
             raise OmegaConfBaseException("")
         if isinstance(value, float) and hint is str:  # 1.10 would become "1.1"
             raise OmegaConfBaseException("")
-        OmegaConf.update(node, name, value, merge=True)
+        OmegaConf.update(node, name, value, merge=merge)
     except OmegaConfBaseException:
         problems.append(Problem(name, value, f"in {source}: {_expected(hint, value)}"))
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dapo_megatron.config import Config
+from dapo_megatron.data.rows import overlap
 from dapo_megatron.data.sources import load_rows
 from dapo_megatron.data.stream import PromptStream, eval_prompts
 from dapo_megatron.records import Prompt
@@ -27,7 +29,7 @@ class Prepared:
     tokenizer: Any
     stream: PromptStream
     eval_prompts: list[Prompt]
-    num_rows: int
+    num_overlap: int  # held-out problems that are trained on as well
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids))
@@ -40,11 +42,13 @@ class Prepared:
         )
         start = f", resuming after step {folder.resumed_step} ({folder.checkpoint})" if folder.checkpoint else ""
         changed = {"changed": "; ".join(folder.changes)} if folder.changes else {}
+        warning = f", {self.num_overlap} of the data set's problems are trained on as well!" if self.num_overlap else ""
         return {
             "run": f"{folder.path}{start}",
             **changed,
             "model": f"{self.cfg.model.path} ({self.cfg.model.dtype})",
-            "prompts": f"{self.num_rows} to train on, {len(self.eval_prompts)} held out",
+            "prompts": self.stream.summary,
+            "held out": f"{len(self.eval_prompts)} prompts{warning}",
             "trainer": f"{self.cfg.world_size} rank(s): {layout}",
             "rollout": f"{rollout.engine}, {rollout.num_servers} server(s)" if rollout.engine == "sglang" else rollout.engine,
         }
@@ -56,20 +60,23 @@ def prepare(cfg: Config) -> Prepared:
 
     model_dir = resolve_model(cfg.model)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    rows = load_rows(cfg.data.train)
-    for row in rows:
-        validate_gold(cfg.reward.verifier, row.gold)
+    check_gold = partial(validate_gold, cfg.reward.verifier)
+    rows = load_rows(cfg.data.train, check_gold=check_gold)
     held_out: list[Prompt] = []
+    num_overlap = 0
     if cfg.eval.every >= 0:
-        held_out = eval_prompts(load_rows(cfg.data.eval), tokenizer, cfg.data, cfg.eval.prompts)
+        eval_rows = load_rows(cfg.data.eval, check_gold=check_gold)
+        num_overlap = overlap(rows, eval_rows)
+        held_out = eval_prompts(eval_rows, tokenizer, cfg.data, cfg.eval.prompts)
+    stream = PromptStream(rows, tokenizer, cfg.data, cfg.run.seed)
     return Prepared(
         cfg=cfg,
         model_dir=model_dir,
         eos_ids=eos_token_ids(model_dir),
         tokenizer=tokenizer,
-        stream=PromptStream(rows, tokenizer, cfg.data, cfg.run.seed),
+        stream=stream,
         eval_prompts=held_out,
-        num_rows=len(rows),
+        num_overlap=num_overlap,
     )
 
 

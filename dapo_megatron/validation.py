@@ -3,6 +3,7 @@
 Every check adds to one list, so that a user sees all problems at once. Imports neither torch, ray nor megatron.
 """
 
+import functools
 import math
 import os
 import re
@@ -33,6 +34,7 @@ AT_LEAST: dict[str, float] = {
     "reward.num_workers": 1,
     "reward.overlong.cache_tokens": 0,
     "reward.overlong.penalty_factor": 0,
+    "algorithm.entropy_coef": 0,
     "optimizer.warmup_steps": 0,
     "optimizer.weight_decay": 0,
     "optimizer.clip_grad": 0,
@@ -66,7 +68,8 @@ BETWEEN: dict[str, tuple[float, float]] = {
     "optimizer.beta2": (0, 1),
     "eval.temperature": (0, math.inf),
 }
-DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+# Fields that checks of combinations divide by.
+DIVISORS = ("optimizer.prompts_per_minibatch", "cluster.gpus_per_node", "parallel.tp", "parallel.pp", "rollout.tp")
 
 
 class _Report:
@@ -104,7 +107,7 @@ def validate(config: Config) -> list[Problem]:
     """Everything wrong with a configuration of the right structure, warnings included."""
     report = _Report(config)
     _ranges(report)
-    if not report.problems:  # the combinations below divide and compare: they need sane numbers
+    if all(report.value(name) >= 1 for name in DIVISORS):
         for check in (_sampling, _objective, _lengths, _layout):
             check(report)
     _model(report)
@@ -270,10 +273,11 @@ def _model(report: _Report) -> None:
         report.add("model.path", str(error))
         return
     if sizes is None:
+        report.add("model.path", "taken for a hub id, as there is no such folder here; its sizes aren't checked", "warning")
         return
     if sizes.family not in FAMILIES:
         report.add("model.path", f"unknown model family {sizes.family!r}; the policy builds {', '.join(FAMILIES)}")
-    elif not any(problem.field.startswith(("parallel.", "rollout.")) for problem in report.problems):
+    elif all(report.value(name) >= 1 for name in DIVISORS):
         _model_fits(report, sizes)
 
 
@@ -304,6 +308,7 @@ def _data(report: _Report) -> None:
     _source(report, "data.train", d.train)
     if report.config.eval.every >= 0:
         _source(report, "data.eval", d.eval)
+        _held_out(report)
     if "{prompt}" not in d.template:
         report.add("data.template", "must contain {prompt}, where the problem's text goes")
     for turn in d.few_shot:
@@ -312,25 +317,22 @@ def _data(report: _Report) -> None:
 
 
 def _source(report: _Report, name: str, source: SourceConfig) -> None:
-    path, field = source.path, f"{name}.path"
-    if not path:
+    from dapo_megatron.data.sources import source_faults, source_kind
+
+    field = f"{name}.path"
+    if not source.path:
         hint = "" if name == "data.train" else ", or set eval.every=-1 to never evaluate"
         report.add(field, f"is required: a .jsonl, .jsonl.gz or .parquet file, a hub id, or generator:NAME{hint}")
-    elif path.startswith("generator:"):
+        return
+    faults, kind = source_faults(source), source_kind(source.path)
+    for key, fault in faults.items():
+        report.add(f"{name}.{key}", fault)
+    if kind == "generator" and not faults:
         _generator(report, field, source)
-    elif path.endswith(DATA_SUFFIXES) or path.startswith(("/", ".", "~")):
-        place = Path(path).expanduser()
-        if not path.endswith(DATA_SUFFIXES) and not place.is_dir():
-            report.add(field, f"the file's name must end with one of {', '.join(DATA_SUFFIXES)}")
-        elif not place.exists():
-            report.add(field, "there is no such file; paths are relative to the folder you start from", "machine")
-    try:
-        groups = re.compile(source.answer_pattern).groups
-    except re.error as error:
-        report.add(f"{name}.answer_pattern", f"is no regular expression: {error}")
-    else:
-        if source.answer_pattern and groups == 0:
-            report.add(f"{name}.answer_pattern", "needs a group: (...) around the gold answer")
+    elif kind == "hub":
+        report.add(field, "taken for a hub id, as there is no such file or folder here", "warning")
+    elif kind in ("file", "folder") and "path" not in faults and not Path(source.path).expanduser().exists():
+        report.add(field, f"there is no such {kind}; paths are relative to the folder you start from", "machine")
 
 
 def _generator(report: _Report, field: str, source: SourceConfig) -> None:
@@ -338,12 +340,29 @@ def _generator(report: _Report, field: str, source: SourceConfig) -> None:
     from dapo_megatron.data.sources import load_rows
     from dapo_megatron.reward.verifiers import VERIFIERS, validate_gold
 
+    verifier = report.config.reward.verifier
     try:
-        rows = load_rows(source)
-        if report.config.reward.verifier in VERIFIERS:
-            validate_gold(report.config.reward.verifier, rows[0].gold)
+        load_rows(source, functools.partial(validate_gold, verifier) if verifier in VERIFIERS else None)
     except ValueError as error:
         report.add(field, str(error).removeprefix(f"data source {source.path}: "))
+
+
+def _held_out(report: _Report) -> None:
+    """Two sides of one generator are apart only if they are cut alike."""
+    from dapo_megatron.data.generators import GENERATORS, split_args
+
+    train, held_out = report.config.data.train, report.config.data.eval
+    name = train.path.removeprefix("generator:")
+    if train.path != held_out.path or name not in GENERATORS:
+        return
+    there = split_args(name, train.args)
+    for key, value in split_args(name, held_out.args).items():
+        if value != there[key]:
+            report.add(
+                "data.eval.args",
+                f"{key} is {value!r} here and {there[key]!r} in data.train.args: the test split would hold problems that are "
+                "trained on; use the same",
+            )
 
 
 def _reward(report: _Report) -> None:
@@ -371,7 +390,7 @@ def _ports(report: _Report) -> None:
     if rollout.engine != "sglang" or rollout.base_port <= 0 or os.environ.get("RAY_ADDRESS"):
         return  # on a cluster the servers' nodes are others
     ports = range(rollout.base_port, rollout.base_port + rollout.num_servers)
-    if ports[-1] > 65535:
+    if ports.stop > 65536:
         report.add("rollout.base_port", f"with {rollout.num_servers} servers the ports go over 65535; choose a lower one")
         return
     reason = why_not_listenable(ports)

@@ -29,7 +29,7 @@ class ArithmeticTask:
 
 @dataclass
 class ArithmeticArgs:
-    """All distinct problems of some tasks. Both splits of a run need the same test_fraction and seed."""
+    """All distinct problems of some tasks."""
 
     tasks: list[dict[str, Any]] = field(default_factory=lambda: [{}])
     test_fraction: float = 0.25
@@ -160,6 +160,15 @@ def _item_json(item: dict[str, Any], name: str) -> str:
 
 
 GENERATORS: dict[str, Callable[[dict[str, Any], str], list[Row]]] = {f.__name__: f for f in (arithmetic, choice, reasoning_gym)}
+
+
+ARGS: dict[str, type] = {"arithmetic": ArithmeticArgs, "choice": ChoiceArgs, "reasoning_gym": ReasoningGymArgs}
+
+
+def split_args(name: str, args: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by which generator `name` tells train from test: with others the two splits overlap."""
+    defaults = ARGS[name]()
+    return {key: args.get(key, getattr(defaults, key)) for key in ("seed", "test_fraction") if hasattr(defaults, key)}
 
 
 def _row(prompt: str, gold: str, data_source: str) -> Row:

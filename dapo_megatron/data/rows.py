@@ -28,12 +28,24 @@ class Rows(list[Row]):
     num_conflicting: int = 0  # rows of problems with several gold answers: all of them are dropped
     num_over_limit: int = 0  # distinct problems beyond the source's limit
 
+    def summary(self) -> str:
+        """One line: what was read, kept and dropped."""
+        return (
+            f"{self.num_read} rows read, {len(self)} problems kept; dropped: {self.num_duplicates} duplicates, "
+            f"{self.num_conflicting} rows with conflicting golds, {self.num_over_limit} over the limit"
+        )
+
 
 def prompt_uid(prompt: str | tuple[tuple[str, str], ...]) -> str:
     """16 hex digits of a hash of the prompt, blind to how white space is laid out."""
     turns = [prompt] if isinstance(prompt, str) else [part for turn in prompt for part in turn]
     text = "\x1f".join(" ".join(turn.split()) for turn in turns)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def overlap(train: Iterable[Row], held_out: Iterable[Row]) -> int:
+    """How many of the held-out problems are trained on."""
+    return len({row.uid for row in train} & {row.uid for row in held_out})
 
 
 def without_duplicates(rows: Iterable[Row], limit: int = 0) -> Rows:

@@ -4,9 +4,9 @@ import gzip
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dapo_megatron.config import SourceConfig
 from dapo_megatron.data.generators import GENERATORS
@@ -18,42 +18,87 @@ FILE_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 ROLES = ("system", "user", "assistant")
 
 
-def load_rows(source: SourceConfig) -> Rows:
+def source_kind(path: str) -> Literal["generator", "file", "folder", "hub"] | None:
+    """What a source's path means; None if it can be none of them. What exists here is never taken for a hub id."""
+    place = Path(path).expanduser()
+    if path.startswith("generator:"):
+        return "generator"
+    if path.endswith(FILE_SUFFIXES) or place.is_file():
+        return "file"
+    if place.is_dir():
+        return "folder"
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        return "file" if place.suffix else "folder"
+    return "hub" if re.fullmatch(r"[\w.-]+/[\w.-]+", path) else None
+
+
+def source_faults(source: SourceConfig) -> dict[str, str]:
+    """What is wrong with a source's fields, by field, before anything is read."""
+    if not source.path:
+        return {"path": "is empty: give a .jsonl, .jsonl.gz or .parquet file, a hub id, or generator:NAME"}
+    kind, default, faults = source_kind(source.path), SourceConfig(), {}
+    if kind is None:
+        known = ", ".join(GENERATORS)
+        faults["path"] = f"is no file ({', '.join(FILE_SUFFIXES)}), folder, hub id (owner/name) or generator:NAME ({known})"
+    if kind == "file" and not source.path.endswith(FILE_SUFFIXES):
+        faults["path"] = f"unknown kind of file: its name must end with one of {', '.join(FILE_SUFFIXES)}"
+    if kind == "generator" and source.path.removeprefix("generator:") not in GENERATORS:
+        faults["path"] = f"unknown generator; known: {', '.join(GENERATORS)}"
+    if kind == "generator" and source.split not in ("train", "test"):
+        faults["split"] = "must be train or test"
+    if kind == "file" and source.split not in ("train", "test"):  # the defaults of data.train and data.eval
+        faults["split"] = "a file has no splits; remove it, and give the split's own file"
+    if kind in ("generator", "file") and source.subset:
+        faults["subset"] = "only hub data sets have subsets; remove it"
+    if kind != "generator" and source.args:
+        faults["args"] = "are arguments of generators; remove them"
+    for key in ("prompt_key", "answer_key", "answer_pattern"):
+        if kind == "generator" and getattr(source, key) != getattr(default, key):
+            faults[key] = "is read with files and hub data sets only; remove it"
+    try:
+        if source.answer_pattern and not re.compile(source.answer_pattern).groups:
+            faults["answer_pattern"] = "needs a group (...) around the gold answer"
+    except re.error as error:
+        faults["answer_pattern"] = f"is no regular expression: {error}"
+    return faults
+
+
+def load_rows(source: SourceConfig, check_gold: Callable[[str], None] | None = None) -> Rows:
     """The distinct problems of a source, in its order; see SourceConfig for what a source may be.
 
-    Files have no splits, so source.split picks from generators and hub data sets only. ValueError, naming the source,
-    row (from 1) and key, for a source that is missing, empty, or holds a row without a prompt or gold answer.
+    ValueError, naming the source, row (from 1) and key, for a source that is missing, empty, or holds a row without a
+    prompt or gold answer. `check_gold` raises ValueError for a gold answer that no response could match; the source and
+    the problem are added to it.
     """
     if source.limit < 0:
         raise ValueError(f"data source limit: {source.limit} must not be negative; 0 takes all rows")
-    if source.path.startswith("generator:"):
+    for key, fault in source_faults(source).items():
+        raise ValueError(f"data source {source.path}: {key} {'' if key == 'path' else repr(getattr(source, key)) + ' '}{fault}")
+    if source_kind(source.path) == "generator":
         name = source.path.removeprefix("generator:")
-        if name not in GENERATORS:
-            raise ValueError(f"data source {source.path}: unknown generator; known: {', '.join(GENERATORS)}")
-        if source.split not in ("train", "test"):
-            raise ValueError(f"data source {source.path}: split {source.split!r} must be train or test")
         rows = without_duplicates(GENERATORS[name](dict(source.args), source.split), source.limit)
     else:
         rows = without_duplicates(_read(source), source.limit)
-    log.info(
-        "%s: %d rows read, %d problems kept; dropped: %d duplicates, %d rows with conflicting golds, %d over the limit",
-        *(source.path, rows.num_read, len(rows), rows.num_duplicates, rows.num_conflicting, rows.num_over_limit),
-    )
+    log.info("%s: %s", source.path, rows.summary())
     if not rows:
         raise ValueError(
             f"data source {source.path}: no problem in it ({rows.num_read} rows read, "
             f"{rows.num_conflicting} dropped for conflicting gold answers); check path, split and args"
         )
+    if check_gold is None:
+        return rows
+    for row in rows:
+        try:
+            check_gold(row.gold)
+        except ValueError as error:
+            problem = row.prompt if isinstance(row.prompt, str) else row.prompt[-1][1]
+            start = " ".join(problem.split())[:60]
+            raise ValueError(f"data source {source.path}, problem {row.uid} ({start!r}...): {error}") from error
     return rows
 
 
 def _read(source: SourceConfig) -> Iterator[Row]:
-    try:
-        pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
-    except re.error as error:
-        raise ValueError(f"data source answer_pattern: {source.answer_pattern!r} is no regular expression: {error}") from error
-    if pattern is not None and not pattern.groups:
-        raise ValueError(f"data source answer_pattern: {source.answer_pattern!r} needs a group (...) around the gold answer")
+    pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
     name = Path(source.path).name
     for number, record in enumerate(_records(source), 1):
         where = f"data source {source.path}, row {number}"
@@ -63,19 +108,14 @@ def _read(source: SourceConfig) -> Iterator[Row]:
 
 
 def _records(source: SourceConfig) -> Iterator[dict[str, Any]]:
-    if not source.path:
-        raise ValueError("data source path is empty: give a file, a hub data set id or generator:NAME")
-    path = Path(source.path).expanduser()
-    if path.is_file():
-        if path.name.endswith((".jsonl", ".jsonl.gz")):
-            return _json_lines(path)
-        if path.suffix == ".parquet":
-            return _parquet(path, source)
-        raise ValueError(f"data source {path}: unknown kind of file; use .jsonl, .jsonl.gz or .parquet")
-    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", source.path) and not path.name.endswith(FILE_SUFFIXES)
-    if path.is_dir() or is_hub_id:
+    path, kind = Path(source.path).expanduser(), source_kind(source.path)
+    if kind == "hub":
         return _hub(source)
-    raise ValueError(f"data source {path}: no such file; check the path (relative paths start from the current folder)")
+    if not path.exists():
+        raise ValueError(f"data source {path}: no such {kind}; check the path (relative paths start from the current folder)")
+    if path.is_dir():
+        return _hub(source)
+    return _parquet(path, source) if path.suffix == ".parquet" else _json_lines(path)
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -116,11 +156,11 @@ def _hub(source: SourceConfig) -> Iterator[dict[str, Any]]:
     import datasets
 
     try:
-        data = datasets.load_dataset(str(Path(source.path).expanduser()), split=source.split)
+        data = datasets.load_dataset(str(Path(source.path).expanduser()), name=source.subset or None, split=source.split)
     except Exception as error:  # offline, not found, unknown split, script data set: as many exception types
         raise ValueError(
-            f"data source {source.path}, split {source.split}: datasets can't load it "
-            f"({type(error).__name__}: {error}). Check the spelling and the network, or download it and give its path"
+            f"data source {source.path}, subset {source.subset or 'default'}, split {source.split}: datasets can't load it "
+            f"({type(error).__name__}: {error}). Check path, subset, split and the network, or download it and give its path"
         ) from error
     yield from data
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dapo_megatron.config import DataConfig
 from dapo_megatron.data.prompts import PromptRenderer
-from dapo_megatron.data.rows import Row
+from dapo_megatron.data.rows import Row, Rows
 from dapo_megatron.records import Prompt
 
 log = logging.getLogger(__name__)
@@ -62,6 +62,9 @@ class PromptStream:
         if seed < 0:
             raise ValueError(f"run.seed: {seed} must not be negative")
         self._encoded = _Encoded(rows, tokenizer, data_cfg)
+        read = rows.summary() if isinstance(rows, Rows) else f"{len(rows)} problems"
+        # what became of all rows, in one line
+        self.summary = f"{read}, {self.num_skipped_too_long} longer than {data_cfg.max_prompt_tokens} tokens"
         self._seed = seed
         self._shuffle = data_cfg.shuffle
         self._fingerprint = self._encoded.fingerprint()

@@ -8,6 +8,7 @@ those are refused as well.
 import logging
 import math
 import re
+from typing import Any
 
 from dapo_megatron.reward.answers import (
     canonical_number,
@@ -132,15 +133,16 @@ def equivalent(gold: str, answer: str) -> bool:
     return math_verify.verify(parsed_gold, parsed_answer, timeout_seconds=None)
 
 
-def _differ_as_numbers(a: object, b: object) -> bool:
+def _differ_as_numbers(a: Any, b: Any) -> bool:
     """True for two different numbers of which at least one is a decimal or rational.
 
     The library rounds: to it 0.33333333 is 1/3 and 7.141428 is sqrt(51). Decimals count as the rationals they are.
     """
     import sympy
 
-    if not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr) or not (a.is_number and b.is_number):
+    numbers = [x for x in (a, b) if isinstance(x, sympy.Expr) and x.is_number]
+    if len(numbers) < 2:
         return False
-    a, b = (x.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e))) for x in (a, b))
+    a, b = (x.replace(lambda e: e.is_Float, lambda e: sympy.Rational(str(e))) for x in numbers)
     ratio = a / b if b else a
     return bool(ratio.is_Rational and ratio != 1) or {a.is_rational, b.is_rational} == {True, False}

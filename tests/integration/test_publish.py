@@ -45,7 +45,8 @@ class Trial:
         return stats["diff_max"]
 
 
-@pytest.fixture(scope="module", params=["1.0", "0.6"])
+# At temperature 1 every step of test_training's run shows the same.
+@pytest.fixture(scope="module", params=["0.6", pytest.param("1.0", marks=pytest.mark.slow)])
 def trial(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trial]:
     overrides = [f"rollout.temperature={request.param}", "sampling.prompts_per_step=8", "sampling.dynamic=false"]
     cfg = load_config(ROOT / "configs/tiny_cpu.yaml", overrides)

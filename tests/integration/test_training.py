@@ -164,6 +164,7 @@ def test_killed_and_resumed_equals_one_go(root: Path, tmp_path: Path) -> None:
     assert "all 4 steps are done" in again.finish()
 
 
+@pytest.mark.slow
 def test_interrupt_leaves_nothing_running(root: Path, tmp_path: Path) -> None:
     run = CliRun(root, tmp_path, "rollout.engine=local", "run.steps=1000")
     run.wait_for_step(1)

@@ -55,7 +55,8 @@ def test_the_published_run_carries_the_published_numbers(capsys: pytest.CaptureF
     c = load_config(path)
     assert (c.algorithm.clip_low, c.algorithm.clip_high, c.algorithm.aggregation) == (0.2, 0.28, "token")
     assert (c.rollout.max_response_tokens, c.reward.overlong.cache_tokens) == (16384 + 4096, 4096)
-    assert (c.sampling.prompts_per_step, c.sampling.samples_per_prompt, c.world_size) == (512, 16, 128)
+    assert (c.sampling.prompts_per_step, c.sampling.samples_per_prompt) == (512, 16)
+    assert c.world_size + c.rollout.num_servers * c.rollout.tp == 128
     main(["train", str(path), "--dry-run"])
     assert "16 update(s) of 512 responses" in capsys.readouterr().out
 
@@ -94,10 +95,35 @@ def test_a_failed_run_exits_1_with_one_line_and_keeps_the_traceback(
     assert "Traceback" in log.read_text() and "RuntimeError" in log.read_text()
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    install_train(monkeypatch, AssertionError("invariant"))
-    with pytest.raises(AssertionError):
-        main(["train", TINY, f"run.dir={tmp_path}"])
+@pytest.mark.parametrize("error", [AssertionError("in\nvariant"), KeyError("in variant"), TypeError("in variant")])
+def test_a_bug_is_one_line_and_keeps_its_traceback(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_train(monkeypatch, error)
+    assert main(["train", TINY, f"run.dir={tmp_path}"]) == 1
+    err = capsys.readouterr().err
+    log = tmp_path / "tiny_cpu" / "error.log"
+    assert err.count("\n") == 1 and f"{type(error).__name__}: " in err and "in variant" in err and str(log) in err
+    assert "a fault of dapo_megatron, please report it" in err
+    assert "Traceback" in log.read_text() and type(error).__name__ in log.read_text()
+
+
+def test_resuming_from_what_is_no_checkpoint_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = install_train(monkeypatch, 0)
+    folder = tmp_path / "step_000001"
+    for resume in (str(folder), str(tmp_path), "atuo"):
+        assert main(["train", TINY, f"run.dir={tmp_path}", "--resume", resume]) == 2
+        err = capsys.readouterr().err
+        assert f"--resume = {resume!r}: no checkpoint there" in err and "Traceback" not in err
+    assert calls == [] and list(tmp_path.iterdir()) == []
+    assert main(["train", TINY, f"run.dir={tmp_path}", "--resume", str(folder), "--dry-run"]) == 0
+    assert "warning: this machine: --resume" in capsys.readouterr().err
+    folder.mkdir()
+    (folder / "state.json").write_text("{}")
+    assert main(["train", TINY, f"run.dir={tmp_path}", "--resume", str(folder)]) == 0
+    assert [resume for _, resume in calls] == [str(folder)]
 
 
 def test_interrupt_exits_130_with_one_line(
@@ -142,7 +168,19 @@ def test_data_shows_prompts_as_the_model_sees_them(tmp_path: Path, capsys: pytes
     lines = capsys.readouterr().out.splitlines()
     assert [line.startswith("--- prompt") for line in lines].count(True) == 3
     assert len(lines[1]) == 4 and lines[0].endswith(f"4 tokens, gold {string.ascii_lowercase!r}")
-    assert lines[-1].startswith("--- 7 problems, 0 of them skipped")
+    assert lines[-2].startswith("--- 7 rows read, 7 problems kept; dropped: 0 duplicates")
+    assert lines[-2].endswith("0 over the limit, 0 longer than 32 tokens") and lines[-1].startswith("--- 7 prompts")
+
+
+def test_data_tells_what_became_of_the_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("a", "1"), ("a", "1"), ("b", "1"), ("b", "2"), ("c", "3"), ("d", "4"), ("e" * 40, "5"), ("f", "6")]
+    text = "".join(json.dumps({"question": q, "answer": a}) + "\n" for q, a in rows)
+    (tmp_path / "train.jsonl").write_text(text, encoding="utf-8")
+    source = f"data.train={{path: {tmp_path}/train.jsonl, prompt_key: question, answer_key: answer, limit: 4}}"
+    assert main(["data", TINY, source, f"run.dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    dropped = "8 rows read, 4 problems kept; dropped: 1 duplicates, 2 rows with conflicting golds, 1 over the limit"
+    assert f"--- {dropped}, 1 longer than 32 tokens\n--- 3 prompts to train on" in out
 
 
 def test_wrong_usage_exits_2(capsys: pytest.CaptureFixture[str]) -> None:

