@@ -20,11 +20,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One sample of one prompt. `prefix` holds tokens that an earlier, interrupted request already sampled (counted in
-    max_new_tokens by the caller). `seed` is used by engines whose sampling can be repeated."""
+    """One sample of one prompt. `seed` is used by engines whose sampling can be repeated."""
 
-    request_id: str
-    token_ids: tuple[int, ...]  # prompt + prefix
+    request_id: str  # "group/sample": a group's requests go to one server
+    token_ids: tuple[int, ...]  # the prompt, and what an interrupted request had sampled already
     params: SamplingParams
     seed: int = 0
 
