@@ -36,7 +36,7 @@ def dapo_objective(
     - num_tokens; loss_sum: sum of weight * loss
     - clipped_high (A > 0 and rho > 1 + clip_high), clipped_low (A < 0 and rho < 1 - clip_low), dual_clipped (A < 0
       and rho > c): number of tokens without gradient
-    - ratio_sum, ratio_max
+    - ratio_max
     - k1_sum (old - new), k3_sum (exp(d) - 1 - d with d = new - old): estimates of KL(old || new)
     - entropy_sum (0 without `entropy`), prob_sum: probability of the token
     """
@@ -63,7 +63,6 @@ def dapo_objective(
             "clipped_high": positive & (ratio > 1.0 + clip_high),
             "clipped_low": negative & (ratio < 1.0 - clip_low),
             "dual_clipped": negative & (ratio > (dual_clip or float("inf"))),
-            "ratio_sum": torch.where(mask, ratio, zero),
             "k1_sum": old - new,
             "k3_sum": torch.expm1(log_ratio) - log_ratio,
             "entropy_sum": masked_entropy,

@@ -1,169 +1,29 @@
-"""The dynamic sampler against a scripted engine: each test decides which group finishes when."""
+"""The dynamic sampler: which groups make a batch, and what becomes of every token."""
 
 import asyncio
 import pickle
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-import dapo_megatron.rollout.sampler as sampler_module
-from dapo_megatron.config import SamplingConfig
 from dapo_megatron.records import Completion, Group, Prompt
 from dapo_megatron.rollout.engine import SamplingParams
-from dapo_megatron.rollout.sampler import DynamicSampler, is_informative, request_seed
-
-PROMPT_LEN = 3
-MAX_NEW_TOKENS = 40
-EOS = 2
-
-
-class Stream:
-    """Prompt i has index i; its tokens name it."""
-
-    def __init__(self):
-        self.position = 0
-
-    def next(self):
-        index = self.position
-        self.position += 1
-        return Prompt(index, f"p{index}", (index,) * PROMPT_LEN, "gold")
-
-
-def response(index, sample):
-    """All tokens of a prompt's sample: between 1 and 17, EOS last, a pure function of both numbers."""
-    length = int(np.random.default_rng([index, sample]).integers(1, 18))
-    return [100 * index + 20 * sample + k + 3 for k in range(length - 1)] + [EOS]
-
-
-class Engine:
-    """Requests wait until `release` or `abort`. An aborted one hands over `partial(missing tokens)` of them."""
-
-    def __init__(self, max_inflight_groups=1000, partial=lambda missing: missing // 2):
-        self.max_inflight_groups, self.partial = max_inflight_groups, partial
-        self.version = 0
-        self.requests = []  # all ever seen
-        self.waiting = {}  # request id -> future that becomes the finish reason
-        self.most_groups = 0
-        self.generated = 0
-        self.ignored_aborts = 0
-
-    async def generate(self, request):
-        self.requests.append(request)
-        future = self.waiting[request.request_id] = asyncio.get_running_loop().create_future()
-        self.most_groups = max(self.most_groups, len(self.groups()))
-        try:
-            reason = await future
-        finally:
-            del self.waiting[request.request_id]
-        group, sample = request.request_id.split("/")
-        tokens = response(int(group.split(".")[0]), int(sample))[len(request.token_ids) - PROMPT_LEN :]
-        if reason == "abort":
-            tokens = tokens[: self.partial(len(tokens))]
-        elif len(tokens) > request.params.max_new_tokens:
-            tokens, reason = tokens[: request.params.max_new_tokens], "length"
-        self.generated += len(tokens)
-        return Completion(
-            np.array(tokens, np.int32),
-            np.array(tokens, np.float32) / -1000,
-            np.full(len(tokens), self.version, np.int32),
-            reason,
-        )
-
-    async def abort(self, request_ids):
-        if self.ignored_aborts:
-            self.ignored_aborts -= 1
-            return
-        for request_id in request_ids:
-            self._end(request_id, "abort")
-
-    def _end(self, request_id, reason):
-        future = self.waiting.get(request_id)
-        if future is not None and not future.done():
-            future.set_result(reason)
-
-    def groups(self):
-        """Numbers of the prompts in flight."""
-        return {int(request_id.split(".")[0]) for request_id, f in self.waiting.items() if not f.done()}
-
-    def release(self, index):
-        for request_id in list(self.waiting):
-            if request_id.startswith(f"{index}."):
-                self._end(request_id, "stop")
-
-
-async def settle():
-    for _ in range(30):
-        await asyncio.sleep(0)
-
-
-def make_sampler(engine, verdicts, stream=None, seed=7, params=None, score=None, **config):
-    """`verdicts(index)` is the correctness of a prompt's responses."""
-
-    async def score_now(prompt, completions):
-        correct = np.array(verdicts(prompt.index), bool)
-        return Group(prompt, completions, [""] * len(completions), correct, correct.astype(np.float32), np.zeros(len(correct)))
-
-    return DynamicSampler(
-        SamplingConfig(**{"prompts_per_step": 4, "samples_per_prompt": 2, **config}),
-        stream or Stream(),
-        engine,
-        score or score_now,
-        params or SamplingParams(max_new_tokens=MAX_NEW_TOKENS, stop_token_ids=(EOS,)),
-        seed,
-    )
-
-
-def mixed(index):
-    return (1, 0)
-
-
-def varied(index):
-    """About half of the groups are mixed."""
-    return np.random.default_rng(index + 1000).permutation([(1, 0), (0, 1), (1, 1), (0, 0)])[0]
-
-
-async def drive(sampler, engine, rank, version=0):
-    """Collect while always releasing the group in flight with the smallest rank(prompt index)."""
-    engine.version = version
-    task = asyncio.create_task(sampler.collect(version))
-    while True:
-        await settle()
-        if task.done():
-            assert not engine.waiting
-            return task.result()
-        if engine.groups():
-            engine.release(min(engine.groups(), key=rank))
-        else:
-            await asyncio.sleep(0.001)
-
-
-def collect(sampler, engine, rank=lambda index: index, version=0):
-    return asyncio.run(drive(sampler, engine, rank, version))
-
-
-def content(batch):
-    return [(g.prompt.index, [(c.token_ids.tolist(), c.logprobs.tolist()) for c in g.completions]) for g in batch.groups]
-
-
-def check_accounts(stats):
-    s = stats
-    assert s.groups_sampled + s.groups_carried_in == s.groups_resolved + s.groups_cut + s.groups_carried_out
-    fates = s.tokens_kept + s.tokens_filtered_correct + s.tokens_filtered_wrong + s.tokens_aborted
-    assert s.tokens_generated + s.tokens_carried_in == fates + s.tokens_carried_out
-
-
-def run_three_steps(verdicts, surplus, rank):
-    # An abort that finds every token sampled: how far a group had got is then no question of timing.
-    engine = Engine(partial=lambda missing: missing)
-    params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
-    sampler = make_sampler(engine, verdicts, surplus=surplus, params=params, max_groups_factor=20)
-    results = []
-    for version in range(3):
-        batch = collect(sampler, engine, rank, version)
-        check_accounts(batch.stats)
-        results.append((content(batch), asdict(batch.stats), sampler.stream.position))
-    return results
+from dapo_megatron.rollout.sampler import is_informative, request_seed
+from tests.unit.scripted_engine import (
+    EOS,
+    MAX_NEW_TOKENS,
+    Engine,
+    Stream,
+    check_accounts,
+    collect,
+    content,
+    make_sampler,
+    mixed,
+    response,
+    run_three_steps,
+    settle,
+    varied,
+)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -348,166 +208,6 @@ def test_budget_error(on_budget, kept):
     assert f"kept {kept} of the 4 groups" in message and "of 8 groups 4 were all correct" in message
     assert f"{4 - kept} all wrong" in message and "sampling.max_groups_factor=2" in message
     assert sampler.stream.position == 0 and not engine.waiting
-
-
-def test_engine_error_cancels_everything_and_surfaces():
-    async def run():
-        task = asyncio.create_task(sampler.collect(0))
-        await settle()
-        broken = next(iter(engine.waiting))
-        assert len(engine.waiting) > 4
-        engine.waiting[broken].set_exception(ConnectionError("server died"))
-        await settle()
-        assert not engine.waiting
-        leftover = asyncio.all_tasks() - {asyncio.current_task(), task}
-        assert not leftover
-        await task
-
-    engine = Engine()
-    engine.ignored_aborts = 1  # a dead server doesn't listen
-    sampler = make_sampler(engine, mixed)
-    with pytest.raises(ConnectionError, match="server died"):
-        asyncio.run(run())
-    assert sampler.stream.position == 0 and engine.ignored_aborts == 0
-    batch = collect(sampler, engine)  # the sampler is as good as new
-    assert [g.prompt.index for g in batch.groups] == [0, 1, 2, 3]
-
-
-def test_scorer_error_surfaces():
-    async def score(prompt, completions):
-        raise OSError("no verifier")
-
-    engine = Engine()
-    with pytest.raises(OSError, match="no verifier"):
-        collect(make_sampler(engine, mixed, score=score), engine)
-    assert not engine.waiting
-
-
-def test_an_error_keeps_carried_groups():
-    engine = Engine()
-    sampler = make_sampler(engine, mixed, surplus="carry", prompts_per_step=2)
-    collect(sampler, engine)
-    before, position = pickle.dumps(sampler.carried), sampler.stream.position
-    with pytest.raises(RuntimeError, match="weight version"):
-        # The engine still serves version 0.
-        asyncio.run(_with_version(sampler, engine, served=0, expected=1))
-    assert pickle.dumps(sampler.carried) == before and sampler.stream.position == position
-
-
-async def _with_version(sampler, engine, served, expected):
-    engine.version = served
-    task = asyncio.create_task(sampler.collect(expected))
-    await settle()
-    engine.release(min(engine.groups()))
-    return await task
-
-
-def test_other_weights_than_the_published_ones_are_an_error():
-    engine = Engine()
-    with pytest.raises(RuntimeError, match=r"request 0\.0/0 was sampled by weight versions \[3\] instead of 4"):
-        asyncio.run(_with_version(make_sampler(engine, mixed), engine, served=3, expected=4))
-
-
-def test_an_abort_that_nobody_asked_for_is_an_error():
-    async def run():
-        task = asyncio.create_task(sampler.collect(0))
-        await settle()
-        await engine.abort(["0.0/0"])
-        await asyncio.wait_for(task, timeout=5)
-
-    engine = Engine(partial=lambda missing: 0)
-    sampler = make_sampler(engine, mixed)
-    with pytest.raises(RuntimeError, match=r"interrupted request 0\.0/0 of its own accord after 0 tokens"):
-        asyncio.run(run())
-    assert not engine.waiting
-
-
-def test_cancelling_a_collect_leaves_nothing_in_flight():
-    async def run():
-        task = asyncio.create_task(sampler.collect(0))
-        await settle()
-        assert engine.waiting
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert not engine.waiting and len(asyncio.all_tasks()) == 1
-
-    engine = Engine()
-    sampler = make_sampler(engine, mixed)
-    asyncio.run(run())
-
-
-def test_an_abort_that_got_lost_is_repeated(monkeypatch):
-    monkeypatch.setattr(sampler_module, "ABORT_RETRY_S", 0.01)
-
-    async def run():
-        task = asyncio.create_task(sampler.collect(0))
-        await settle()
-        for index in range(4):
-            engine.release(index)
-        return await asyncio.wait_for(task, timeout=5)
-
-    engine = Engine()
-    engine.ignored_aborts = 2
-    sampler = make_sampler(engine, mixed)
-    assert len(asyncio.run(run()).groups) == 4
-    assert engine.ignored_aborts == 0 and not engine.waiting
-
-
-@pytest.mark.parametrize("surplus", ["rewind", "carry"])
-def test_a_full_batch_does_not_wait_for_verdicts_that_are_not_needed(surplus):
-    slow = asyncio.Event()  # never set in the first collect
-
-    async def score(prompt, completions):
-        if prompt.index >= 2:
-            await slow.wait()
-        correct = np.array([True, False])
-        return Group(prompt, completions, ["", ""], correct, correct.astype(np.float32), np.zeros(2))
-
-    async def run():
-        first = await asyncio.wait_for(drive(sampler, engine, lambda index: -index), timeout=5)
-        slow.set()
-        return first, await drive(sampler, engine, lambda index: index, version=1)
-
-    engine = Engine()
-    sampler = make_sampler(engine, mixed, score=score, surplus=surplus, prompts_per_step=2)
-    first, second = asyncio.run(run())
-    finished = sum(len(response(index, sample)) for index in (2, 3) for sample in range(2))
-    assert first.stats.tokens_aborted + first.stats.tokens_carried_out >= finished
-    assert [g.prompt.index for g in second.groups] == [2, 3]
-    sampled_again = [r for r in engine.requests if r.token_ids[0] == 2]
-    assert len(sampled_again) == (2 if surplus == "carry" else 4)
-    check_accounts(second.stats)
-
-
-def test_groups_that_end_while_being_aborted_are_not_scored():
-    async def score(prompt, completions):
-        assert prompt.index < 4, "not needed"
-        correct = np.array([True, False])
-        return Group(prompt, completions, ["", ""], correct, correct.astype(np.float32), np.zeros(2))
-
-    engine = Engine(partial=lambda missing: missing)
-    sampler = make_sampler(engine, mixed, score=score, surplus="carry")
-    collect(sampler, engine)
-    assert sampler.carried[0].finished and sampler.carried[0].group is None
-
-
-@pytest.mark.parametrize("last", ["eos", "limit"])
-def test_an_abort_after_the_last_token_interrupted_nothing(last):
-    limit = MAX_NEW_TOKENS if last == "eos" else 1
-    engine = Engine(partial=lambda missing: min(missing, limit))
-    params = SamplingParams(max_new_tokens=limit, stop_token_ids=(EOS,))
-    sampler = make_sampler(engine, mixed, surplus="carry", params=params)
-    collect(sampler, engine)
-    assert sampler.carried
-    for entry in sampler.carried:
-        for completion in entry.completions:
-            assert completion.finish_reason == ("stop" if completion.token_ids[-1] == EOS else "length")
-    seen = len(engine.requests)
-    batch = collect(sampler, engine, version=1)
-    carried = {entry.prompt.index for entry in sampler.carried}
-    assert [g.prompt.index for g in batch.groups] == [4, 5, 6, 7]
-    assert all(request.token_ids[0] > 7 or request.token_ids[0] in carried for request in engine.requests[seen:])
 
 
 def test_not_dynamic_keeps_all_and_samples_no_more():

@@ -65,7 +65,7 @@ def test_measure_step_by_hand() -> None:
         "k1_sum": 0.4,
         "k3_sum": 0.2,
     }
-    replica = {**base, **sums, "ratio_sum": 4.0}
+    replica = {**base, **sums}
     other = {**replica, "ratio_max": 3.0, "clipped_high": 3.0}
     drift = [{"fresh_tokens": 4.0, "diff_sum": 0.2, "diff_max": 0.1}, {"fresh_tokens": 4.0, "diff_sum": 0.6, "diff_max": 0.3}]
     sampled = SampledBatch(groups, [], SamplingStats(groups_kept=2, tokens_kept=14, accuracy=0.5))
