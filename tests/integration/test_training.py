@@ -1,12 +1,15 @@
 """Whole runs of the tiny configuration through the command line: Ray, Megatron ranks, a rollout engine, files."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +26,13 @@ TIMINGS = ("time/", "throughput/", "memory/")
 class CliRun:
     """One `dapo train` of configs/tiny_cpu.yaml. All its processes carry a mark in their environment."""
 
-    def __init__(self, root: Path, folder: Path, *overrides: str) -> None:
+    def __init__(self, root: Path, folder: Path, *overrides: str, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.folder = folder / "tiny_cpu"
         command = [sys.executable, "-m", "dapo_megatron.cli", "train", str(root / "configs/tiny_cpu.yaml")]
         self.process = subprocess.Popen(
             [*command, f"run.dir={folder}", *overrides],
-            env={**os.environ, "DAPO_TEST_MARK": self.mark},
+            env={**os.environ, "DAPO_TEST_MARK": self.mark, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -183,3 +186,51 @@ def test_interrupt_while_the_server_starts_leaves_nothing_running(root: Path, tm
     run.process.send_signal(signal.SIGINT)
     assert run.finish(130).strip().endswith("dapo: interrupted")
     assert run.survivors() == []
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[tuple[str, str]]:
+    """A Ray cluster that someone else started: its address, and the mark that its processes carry."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mark = uuid.uuid4().hex
+    arguments = [
+        "--head",
+        "--block",
+        "--node-ip-address=127.0.0.1",
+        f"--port={port}",
+        "--num-cpus=2",
+        "--include-dashboard=false",
+    ]
+    head = subprocess.Popen(
+        [str(Path(sys.executable).with_name("ray")), "start", *arguments, "--object-store-memory=200000000"],
+        env={**os.environ, "DAPO_TEST_MARK": mark},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                break
+            time.sleep(0.2)
+        yield f"127.0.0.1:{port}", mark
+    finally:
+        head.terminate()
+        head.wait(timeout=60)
+
+
+@pytest.mark.slow
+def test_joins_a_cluster_and_leaves_it_running(root: Path, tmp_path: Path, ray_cluster: tuple[str, str]) -> None:
+    address, mark = ray_cluster
+    settings = ("rollout.engine=local", "run.steps=1", "checkpoint.every=0", "checkpoint.export_hf=false")
+    run = CliRun(root, tmp_path, *settings, RAY_ADDRESS=address)
+    run.finish()
+    assert len(read_metrics(run.folder / "metrics.jsonl")) == 1
+    deadline = time.monotonic() + 20
+    ours = ("TrainerRank", "RewardWorker", "LocalEngineHost")
+    while (left := [p for p in _marked(mark) if any(name in p for name in ours)]) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == [] and any("raylet" in p for p in _marked(mark))
