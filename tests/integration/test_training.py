@@ -21,6 +21,13 @@ import torch
 from dapo_megatron.telemetry.metrics import METRICS, read_metrics
 
 TIMINGS = ("time/", "throughput/", "memory/")
+# The command, with Ctrl-C as on a terminal: whoever runs the tests in the background may have it ignored.
+MAIN = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from dapo_megatron.cli import main
+sys.exit(main())
+"""
 
 
 class CliRun:
@@ -29,7 +36,7 @@ class CliRun:
     def __init__(self, root: Path, folder: Path, *overrides: str, **environment: str) -> None:
         self.mark = uuid.uuid4().hex
         self.folder = folder / "tiny_cpu"
-        command = [sys.executable, "-m", "dapo_megatron.cli", "train", str(root / "configs/tiny_cpu.yaml")]
+        command = [sys.executable, "-c", MAIN, "train", str(root / "configs/tiny_cpu.yaml")]
         self.process = subprocess.Popen(
             [*command, f"run.dir={folder}", *overrides],
             env={**os.environ, "DAPO_TEST_MARK": self.mark, **environment},
