@@ -79,6 +79,7 @@ def test_a_dead_or_stuck_worker_is_replaced(
     assert pool.take_metrics()["reward/verifier_errors"] == 0
 
 
+@pytest.mark.slow
 def test_verdicts_over_the_limit_are_incorrect_and_counted(cfg: Config, model_dir: str, tmp_path: Path) -> None:
     cfg.reward.timeout_s = 1e-6
     pool = RewardPool(cfg, model_dir, str(tmp_path))

@@ -183,6 +183,7 @@ def test_interrupt_leaves_nothing_running(root: Path, tmp_path: Path) -> None:
     assert run.survivors() == []
 
 
+@pytest.mark.slow
 def test_interrupt_while_the_server_starts_leaves_nothing_running(root: Path, tmp_path: Path) -> None:
     run = CliRun(root, tmp_path)
     deadline = time.monotonic() + 120
@@ -212,7 +213,7 @@ def ray_cluster() -> Iterator[tuple[str, str]]:
     ]
     head = subprocess.Popen(
         [str(Path(sys.executable).with_name("ray")), "start", *arguments, "--object-store-memory=200000000"],
-        env={**os.environ, "DAPO_TEST_MARK": mark},
+        env={**os.environ, "DAPO_TEST_MARK": mark, "RAY_AUTH_MODE": "disabled"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -233,7 +234,7 @@ def ray_cluster() -> Iterator[tuple[str, str]]:
 def test_joins_a_cluster_and_leaves_it_running(root: Path, tmp_path: Path, ray_cluster: tuple[str, str]) -> None:
     address, mark = ray_cluster
     settings = ("rollout.engine=local", "run.steps=1", "checkpoint.every=0", "checkpoint.export_hf=false")
-    run = CliRun(root, tmp_path, *settings, RAY_ADDRESS=address)
+    run = CliRun(root, tmp_path, *settings, RAY_ADDRESS=address, RAY_AUTH_MODE="disabled")
     run.finish()
     assert len(read_metrics(run.folder / "metrics.jsonl")) == 1
     deadline = time.monotonic() + 20

