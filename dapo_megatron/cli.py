@@ -1,6 +1,7 @@
 """The `dapo` command. Exit codes: 0 done, 1 the run failed, 2 wrong use or configuration, 130 interrupted."""
 
 import argparse
+import errno
 import sys
 import traceback
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config: Config | None = None
     try:
         dry_run = getattr(args, "dry_run", False)
+        if "step" in args:
+            args.config = _config_of_audit(args.config, args.step)
         config, warnings = load_valid_config(args.config, args.overrides, dry_run=dry_run)
         _print_warnings(warnings)
         _check_resume(getattr(args, "resume", "auto"), dry_run)
@@ -81,8 +84,17 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train)
     data = commands.add_parser("data", help="show prompts", description="Show the prompts that a run would train on.")
     data.set_defaults(run=_data)
-    for command in (train, data):
-        command.add_argument("config", metavar="CONFIG", help="a YAML file, such as configs/quickstart.yaml")
+    audit = commands.add_parser(
+        "audit",
+        help="check loss and gradients on this machine",
+        description="Compute one mini-batch on the configured layout, on a single rank and by plain transformers in fp64, and "
+        "print the largest differences. Exit code 1 if one is over its tolerance.",
+    )
+    audit.add_argument("--step", type=int, metavar="N", help="with a run's folder: the recorded step to compute again")
+    audit.set_defaults(run=_audit)
+    for command in (train, data, audit):
+        what = "a YAML file, such as configs/quickstart.yaml" + (", or a run's folder" if command is audit else "")
+        command.add_argument("config", metavar="CONFIG", help=what)
         command.add_argument("overrides", nargs="*", metavar="key=value", help="changes, such as run.steps=5")
     return parser
 
@@ -95,6 +107,27 @@ def _train(config: Config, args: argparse.Namespace) -> int:
     from dapo_megatron.train import main as train
 
     return train(config, args.resume)
+
+
+def _config_of_audit(path: str, step: int | None) -> str:
+    """A run's folder has the configuration that it ran with."""
+    if Path(path).is_dir():
+        if step is None:
+            raise ConfigError([Problem("--step", None, f"is required with a run's folder ({path}): which step?")])
+        return str(Path(path) / "config.yaml")
+    if step is not None:
+        raise ConfigError([Problem("--step", step, f"needs a run's folder, such as runs/quickstart; {path} is none")])
+    return path
+
+
+def _audit(config: Config, args: argparse.Namespace) -> int:
+    from dapo_megatron.audit.run import audit_config, audit_step
+    from dapo_megatron.setup import prepare
+
+    prepared = prepare(config)
+    if args.step is None:
+        return audit_config(config, prepared.stream, prepared.decode)
+    return audit_step(config, Path(args.config).parent, args.step, prepared.decode)
 
 
 def _data(config: Config, args: argparse.Namespace) -> int:
@@ -126,8 +159,9 @@ def _keep_traceback(config: Config | None) -> str:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(traceback.format_exc(), encoding="utf-8")
-    except OSError:
-        traceback.print_exc()
+    except OSError as failure:
+        if failure.errno != errno.ENOSPC:  # of a full disk the message tells enough
+            traceback.print_exc()
         return ""
     return f" (details: {log})"
 

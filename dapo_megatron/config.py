@@ -1,9 +1,10 @@
-"""The whole configuration as typed dataclasses. Reading lives in `config_io.py`, validation in `validation.py`; none
+"""The whole configuration as typed dataclasses. Reading lives in `config_io.py`, validation in `validation/`; none
 of them imports torch, ray or megatron.
 
 Every field is documented where it stands. Lengths are in tokens, times in seconds.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,6 +41,9 @@ class SourceConfig:
     prompt_key: str = "prompt"
     answer_key: str = "reward_model.ground_truth"
     answer_pattern: str = ""  # regular expression whose first group is the gold answer, e.g. GSM8K's `#### (.*)`
+    # Column of the problem's own id, if there is such a column: one id on two different problems of a data_source is
+    # refused. Empty: ids are not looked at.
+    id_key: str = "id"
     limit: int = 0  # use at most this many rows; 0 is all
 
 
@@ -53,6 +57,9 @@ class DataConfig:
     template: str = "{prompt}"  # put around every problem's text (the last user turn)
     shuffle: bool = True
     max_prompt_tokens: int = 2048  # rows whose prompt is longer are skipped (and counted), never truncated
+    # When a run is resumed and its training prompts are others than before (rows, rendering, tokenizer or shuffling):
+    # refuse, or continue at the saved position in the new ones.
+    on_change: Literal["refuse", "continue"] = "refuse"
 
 
 @dataclass
@@ -127,17 +134,41 @@ class OptimizerConfig:
     eps: float = 1e-8
     clip_grad: float = 1.0  # largest global norm of the gradient; 0: no clipping
     prompts_per_minibatch: int = 32  # groups in one optimizer step
+    # Updates whose loss or gradient is nan or infinite are skipped; more than this many in a row end the run (0: the first).
+    max_skipped_updates: int = 3
+
+
+RECOMPUTE_MODULES = ("core_attn", "mlp")
 
 
 @dataclass
 class ParallelConfig:
     tp: int = 1
     pp: int = 1
+    vpp: int = 1  # model chunks of each pipeline rank (interleaved schedule); 1: plain 1F1B
+    cp: int = 1  # every sequence is split over this many ranks
     dp: int = 1
     sequence_parallel: bool = False
-    max_tokens_per_microbatch: int = 8192
+    max_tokens_per_microbatch: int = 8192  # of all context-parallel ranks together
     logprob_chunk_tokens: int = 1024  # rows of logits that exist at a time
-    recompute: bool = False  # full activation recomputation
+    # Activations computed again in the backward. full: of every layer; selective: of recompute_modules only.
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])  # of RECOMPUTE_MODULES
+
+    @property
+    def sequence_multiple(self) -> int:
+        """A packed sequence's length is a multiple of this: context parallelism cuts it into 2 x cp equal pieces."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def microbatch_multiple(self) -> int:
+        """A micro-batch's length is a multiple of this: sequence parallelism shares a rank's part over the tp ranks."""
+        return math.lcm(self.sequence_multiple, self.cp * self.tp if self.sequence_parallel else 1)
+
+    @property
+    def num_microbatches_multiple(self) -> int:
+        """The interleaved schedule works micro-batches off in rounds of pp."""
+        return self.pp if self.vpp > 1 else 1
 
 
 @dataclass
@@ -172,6 +203,16 @@ class EvalConfig:
 
 
 @dataclass
+class AuditConfig:
+    """`dapo audit`: loss and gradients on this layout against a single rank and plain transformers."""
+
+    save_every: int = 0  # rollout steps whose first mini-batch is recorded for `dapo audit RUN --step N`; 0: none
+    num_layers: int = 0  # `dapo audit CONFIG` takes the model's first layers only, so that one rank can hold it; 0: all
+    sequences: int = 12
+    max_tokens: int = 128  # of a sequence, prompt and response
+
+
+@dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -186,7 +227,8 @@ class Config:
     publish: PublishConfig = field(default_factory=PublishConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
 
     @property
     def world_size(self) -> int:
-        return self.parallel.tp * self.parallel.pp * self.parallel.dp
+        return self.parallel.tp * self.parallel.cp * self.parallel.pp * self.parallel.dp

@@ -4,7 +4,7 @@ A file may name others: `base: [common.yaml, more.yaml]`, relative to itself. Or
 defaults, the bases in their order, the file, the command line. Free-form mappings (data.*.args, reward.verifier_args,
 model.random_model) aren't merged: a later file replaces an earlier one's whole, as does `key={...}` on the command line;
 `data.train.args.seed=3` there changes one entry. Every fault of the structure is collected; values are
-judged in `validation.py`. Imports neither torch, ray nor megatron.
+judged in `validation/`. Imports neither torch, ray nor megatron.
 """
 
 import difflib

@@ -3,13 +3,14 @@
 import math
 from dataclasses import dataclass
 
-from dapo_megatron.config import Config
+from dapo_megatron.config import Config, ParallelConfig
 
 
 @dataclass(frozen=True)
 class RankPlace:
     rank: int
     tp: int
+    cp: int
     dp: int
     pp: int
     node: int
@@ -25,14 +26,15 @@ class ServerPlace:
 
 
 def rank_places(config: Config) -> list[RankPlace]:
-    """All Megatron ranks. Megatron counts tensor-parallel ranks fastest, then data-parallel, then pipeline stages."""
+    """All Megatron ranks. Megatron counts tensor-parallel ranks fastest, then context-, then data-parallel, then stages."""
     p, per_node = config.parallel, config.cluster.gpus_per_node
     return [
         RankPlace(
             rank=rank,
             tp=rank % p.tp,
-            dp=rank // p.tp % p.dp,
-            pp=rank // (p.tp * p.dp),
+            cp=rank // p.tp % p.cp,
+            dp=rank // (p.tp * p.cp) % p.dp,
+            pp=rank // (p.tp * p.cp * p.dp),
             node=rank // per_node,
             gpu=rank % per_node,
         )
@@ -54,14 +56,22 @@ def server_places(config: Config) -> list[ServerPlace]:
     return places
 
 
+def sizes_text(parallel: ParallelConfig) -> str:
+    """For example "tp 2 x pp 2 x dp 1, sequence parallel": what is not in use is left out, but for tp, pp and dp."""
+    p = parallel
+    sizes = [f"tp {p.tp}", f"pp {p.pp}", *([f"cp {p.cp}"] if p.cp > 1 else []), f"dp {p.dp}"]
+    extras = [f"{p.vpp} model chunks a stage"] * (p.vpp > 1) + ["sequence parallel"] * p.sequence_parallel
+    return ", ".join([" x ".join(sizes), *extras])
+
+
 def layout_text(config: Config) -> str:
     """The process layout for people. Node and GPU numbers hold on GPUs; on CPU all processes share one machine."""
     c, p, s = config, config.parallel, config.sampling
     ranks, servers = rank_places(c), server_places(c)
     nodes = 1 + max([r.node for r in ranks] + [s.node for s in servers])
-    lines = [f"Trainer: {len(ranks)} Megatron ranks = tp {p.tp} x pp {p.pp} x dp {p.dp}"]
-    lines += [f"  {'rank':>5} {'tp':>3} {'pp':>3} {'dp':>3} {'node':>5} {'gpu':>4}"]
-    lines += [f"  {r.rank:>5} {r.tp:>3} {r.pp:>3} {r.dp:>3} {r.node:>5} {r.gpu:>4}" for r in ranks]
+    lines = [f"Trainer: {len(ranks)} Megatron ranks = {sizes_text(p)}"]
+    lines += [f"  {'rank':>5} {'tp':>3} {'pp':>3} {'cp':>3} {'dp':>3} {'node':>5} {'gpu':>4}"]
+    lines += [f"  {r.rank:>5} {r.tp:>3} {r.pp:>3} {r.cp:>3} {r.dp:>3} {r.node:>5} {r.gpu:>4}" for r in ranks]
     where = "on the trainer's GPUs" if c.cluster.colocate else "on GPUs of their own"
     lines += [f"Rollout: {len(servers)} {c.rollout.engine} engine(s), tp {c.rollout.tp}, {where}"]
     lines += [f"  {'server':>6} {'node':>5} {'gpus':>8} {'port':>6}"]

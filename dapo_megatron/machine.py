@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,11 +16,15 @@ def has_gpu() -> bool:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Why a folder can't be made and written, empty if it can; makes nothing."""
+    """Why a folder can't be made and written, empty if it can; leaves nothing behind."""
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     if not existing.is_dir():
         return f"{existing} is a file, so the folder {folder} can't be made"
-    return "" if os.access(existing, os.W_OK | os.X_OK) else f"no permission to write in {existing}"
+    try:  # permissions alone don't tell: root has them all, and a file system may still refuse
+        with tempfile.TemporaryFile(dir=existing):
+            return ""
+    except OSError as error:
+        return f"nothing can be written in {existing} ({error.strerror})"
 
 
 def why_not_listenable(ports: Iterable[int]) -> str:

@@ -90,6 +90,7 @@ class MicroBatch:
     stale: np.ndarray  # bool [R], see Sample
     mask: np.ndarray  # bool [R]
     advantages: np.ndarray  # float32 [R]
+    number: np.ndarray  # int64 [R], of the response token in the mini-batch, counted through its samples in their order
     weights: np.ndarray  # float32 [R], w * N with N = the mini-batch's valid tokens (Megatron divides by N)
 
     @property

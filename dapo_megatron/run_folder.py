@@ -1,5 +1,6 @@
 """A run's folder on disk: configuration, metrics, checkpoints that appear whole or not at all, and which one to resume from."""
 
+import errno
 import fcntl
 import json
 import os
@@ -8,11 +9,13 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, Protocol
 
 import numpy as np
 import yaml
 
+from dapo_megatron.checkpoint_files import checkpoints, damage, seal, step_of, sync
 from dapo_megatron.config import Config
 from dapo_megatron.config_io import resolved_yaml
 from dapo_megatron.telemetry.metrics import MetricsWriter
@@ -28,14 +31,15 @@ _FIXED = ("model.", "run.seed")  # the prompt stream looks after the data set it
 
 
 class RunFolder:
-    """`path`/config.yaml, metrics.jsonl, samples/, logs/, checkpoints/step_NNNNNN/{policy/, state.json}, hf/.
+    """`path`/config.yaml, metrics.jsonl, samples/, logs/, checkpoints/step_NNNNNN/{policy/, state.json, manifest.json}, hf/.
 
-    `changes` lists what the configuration has changed since the checkpoint that is resumed from.
+    `changes` lists what the configuration has changed since the checkpoint that is resumed from; `damaged` says which
+    checkpoints were found damaged, and what became of them.
     """
 
-    def __init__(self, cfg: Config, path: Path, checkpoint: Path | None) -> None:
-        self.cfg, self.path, self.checkpoint = cfg, path, checkpoint
-        self._lock = _locked(path)
+    def __init__(self, cfg: Config, path: Path, checkpoint: Path | None, lock: IO[str]) -> None:
+        self.cfg, self.path, self.checkpoint, self._lock = cfg, path, checkpoint, lock
+        self.damaged = ""
         state: dict[str, Any] = {"step": 0, "config": resolved_yaml(cfg), "row": None}
         if checkpoint:
             state = _read_state(checkpoint)
@@ -52,41 +56,52 @@ class RunFolder:
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        """Leave the folder to others."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Leave the folder to others. A full disk gets a message of its own (RuntimeError), whatever was being written."""
         self._lock.close()
+        if isinstance(error, OSError) and _is_disk_full(error):
+            raise RuntimeError(f"{self.path}: writing failed: {error}; {self._what_remains(error)}") from error
 
     @classmethod
     def open(cls, cfg: Config, resume: str) -> "RunFolder":
-        """`resume`: auto (the run's last checkpoint, if any), never (an earlier run's folder is moved aside, not deleted) or a
-        checkpoint's path (later checkpoints of this run are moved aside). ValueError for a path that is no checkpoint, for a
-        folder that another process is using, and for a checkpoint of other settings."""
+        """`resume`: auto (the run's last good checkpoint, if it has any; damaged ones after it are moved aside), never (an
+        earlier run's folder is moved aside, not deleted) or a checkpoint's path (later checkpoints of this run are moved
+        aside). ValueError for a path that is no good checkpoint, if all of the run's checkpoints are damaged, for a folder
+        that another process is using, and for a checkpoint of other settings."""
         path = Path(cfg.run.dir).expanduser() / cfg.run.name
         path.mkdir(parents=True, exist_ok=True)
-        if resume == "never" and (path / "config.yaml").exists():
-            with _locked(path):
-                path.rename(path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}"))
-            path.mkdir()
-        checkpoint = None
-        if resume == "auto":
-            existing = _checkpoints(path)
-            checkpoint = existing[-1] if existing else None
-        elif resume != "never":
-            checkpoint = Path(resume).expanduser()
-            if not (checkpoint / "state.json").is_file():
-                raise ValueError(f"--resume {resume}: no checkpoint there (state.json is missing); use a step_NNNNNN folder")
-        folder = cls(cfg, path, checkpoint)
-        folder._move_later_checkpoints_aside()
-        (path / "config.yaml").write_text(resolved_yaml(cfg), encoding="utf-8")
-        return folder
+        lock = _locked(path)
+        try:
+            if resume == "never" and (path / "config.yaml").exists():
+                _move_aside(path)
+                lock.close()
+                path.mkdir(exist_ok=True)
+                lock = _locked(path)
+            checkpoint, damaged = _choose(path, resume)
+            folder = cls(cfg, path, checkpoint, lock)
+            folder._tidy(damaged)
+            return folder
+        except BaseException:
+            lock.close()
+            raise
 
-    def _move_later_checkpoints_aside(self) -> None:
-        later = [old for old in _checkpoints(self.path) if int(old.name.removeprefix("step_")) > self.resumed_step]
-        if later:
-            aside = self.path / "checkpoints" / f"abandoned.{time.strftime('%Y%m%d-%H%M%S')}"
-            aside.mkdir()
-            for old in later:
-                old.rename(aside / old.name)
+    def _tidy(self, damaged: dict[Path, str]) -> None:
+        """What the run has beyond the step that it goes on from is moved aside; the configuration is noted."""
+        later = [old for old in checkpoints(self.path) if step_of(old) > self.resumed_step]
+        bad, abandoned = [old for old in later if old in damaged], [old for old in later if old not in damaged]
+        for old_ones, name in ((bad, "damaged"), (abandoned, "abandoned")):
+            if old_ones:
+                aside = self.path / "checkpoints" / f"{name}.{_timestamp()}"
+                aside.mkdir(exist_ok=True)
+                for old in old_ones:
+                    old.rename(aside / old.name)
+        if bad:
+            self.damaged = f"{_list(damaged)}; not used, moved to {self.path / 'checkpoints'}/damaged.*"
+        if self.resumed_step < self.cfg.run.steps and (self.path / "hf").exists():
+            _move_aside(self.path / "hf")  # no longer the final policy
+        new = self.path / "config.yaml.tmp"
+        new.write_text(resolved_yaml(self.cfg), encoding="utf-8")
+        new.replace(self.path / "config.yaml")
 
     @property
     def finished(self) -> bool:
@@ -117,8 +132,6 @@ class RunFolder:
         past checkpoint.keep are removed."""
         partial = self.path.absolute() / "checkpoints" / ".partial"
         shutil.rmtree(partial, ignore_errors=True)
-        (partial / "policy").mkdir(parents=True)
-        await save_policy(str(partial / "policy"))
         state = {
             "step": step,
             "config": resolved_yaml(self.cfg),
@@ -126,13 +139,29 @@ class RunFolder:
             "sampler": _encode(sampler.state_dict()),
             "stream": _encode(stream.state_dict()),
         }
-        with (partial / "state.json").open("w", encoding="utf-8") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            (partial / "policy").mkdir(parents=True)
+            await save_policy(str(partial / "policy"))
+            (partial / "state.json").write_text(json.dumps(state), encoding="utf-8")
+            seal(partial)
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(partial, ignore_errors=True)  # on a full disk: room for the log of this error
+            raise RuntimeError(
+                f"the checkpoint after step {step} can't be written: {error}; {self._what_remains(error)}"
+            ) from error
         partial.rename(partial.with_name(f"step_{step:06d}"))
-        for old in _checkpoints(self.path)[: -self.cfg.checkpoint.keep]:
+        for directory in (partial.parent, self.path):
+            sync(directory)  # before older ones go
+        for old in checkpoints(self.path)[: -self.cfg.checkpoint.keep]:
             shutil.rmtree(old)
+
+    def _what_remains(self, error: Exception) -> str:
+        """After a failure, for its message."""
+        good = checkpoints(self.path)
+        remains = (
+            f"{good[-1]} is complete: the run goes on from there" if good else "there is no checkpoint yet: it starts anew"
+        )
+        return f"{remains} when it is started again" + (", once there is room on the disk" if _is_disk_full(error) else "")
 
     def load_state(self, name: str, target: Stateful) -> None:
         """Restore the `sampler` or the `stream` if the run resumes. ValueError if it belongs to another data set."""
@@ -142,6 +171,50 @@ class RunFolder:
     async def load_policy(self, load: Callable[[str], Awaitable[None]]) -> None:
         if self.checkpoint is not None:
             await load(str(self.checkpoint.absolute() / "policy"))
+
+
+def _choose(path: Path, resume: str) -> tuple[Path | None, dict[Path, str]]:
+    """The checkpoint to resume from, and what is wrong with those that were looked at and can't be used."""
+    if resume == "never":
+        return None, {}
+    if resume != "auto":
+        checkpoint = Path(resume).expanduser()
+        if not (checkpoint / "state.json").is_file():
+            raise ValueError(f"--resume {resume}: no checkpoint there (state.json is missing); use a step_NNNNNN folder")
+        if problem := damage(checkpoint):
+            raise ValueError(
+                f"--resume {resume}: the checkpoint is damaged: {problem}; give another one, or auto for the last good one"
+            )
+        return checkpoint, {}
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(checkpoints(path)):
+        problem = damage(checkpoint)
+        if not problem:
+            return checkpoint, damaged
+        damaged[checkpoint] = problem
+    if damaged:
+        raise ValueError(
+            f"all checkpoints of {path} are damaged ({_list(damaged)}): restore one of them from a copy, or start anew with "
+            "--resume never, which keeps this folder under another name"
+        )
+    return None, {}
+
+
+def _list(damaged: dict[Path, str]) -> str:
+    return "; ".join(f"{checkpoint.name}: {problem}" for checkpoint, problem in damaged.items())
+
+
+def _timestamp() -> str:
+    return time.strftime("%Y%m%d-%H%M%S")
+
+
+def _move_aside(path: Path) -> None:
+    path.rename(path.with_name(f"{path.name}.{_timestamp()}"))
+
+
+def _is_disk_full(error: Exception) -> bool:
+    """By its text: some libraries hand over nothing else."""
+    return any(os.strerror(code) in str(error) for code in (errno.ENOSPC, errno.EDQUOT))
 
 
 def _locked(path: Path) -> IO[str]:
@@ -167,10 +240,6 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(item, f"{name}.{key}" if name else str(key))
     else:
         yield name, value
-
-
-def _checkpoints(path: Path) -> list[Path]:
-    return sorted(folder for folder in (path / "checkpoints").glob("step_*") if (folder / "state.json").is_file())
 
 
 def _read_state(checkpoint: Path) -> dict[str, Any]:

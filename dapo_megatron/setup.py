@@ -10,6 +10,7 @@ from dapo_megatron.config import Config
 from dapo_megatron.data.rows import overlap
 from dapo_megatron.data.sources import load_rows
 from dapo_megatron.data.stream import PromptStream, eval_prompts
+from dapo_megatron.layout import sizes_text
 from dapo_megatron.records import Prompt
 from dapo_megatron.reward.verifiers import validate_gold
 from dapo_megatron.rollout.engine import SamplingParams
@@ -30,6 +31,7 @@ class Prepared:
     stream: PromptStream
     eval_prompts: list[Prompt]
     num_overlap: int  # held-out problems that are trained on as well
+    held_out_dropped: str  # what was read for them and dropped, empty if nothing was
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids))
@@ -37,19 +39,18 @@ class Prepared:
     def facts(self, folder: RunFolder) -> dict[str, object]:
         """For the console's header."""
         parallel, rollout = self.cfg.parallel, self.cfg.rollout
-        layout = f"tp {parallel.tp} x pp {parallel.pp} x dp {parallel.dp}" + (
-            ", sequence parallel" if parallel.sequence_parallel else ""
-        )
         start = f", resuming after step {folder.resumed_step} ({folder.checkpoint})" if folder.checkpoint else ""
         changed = {"changed": "; ".join(folder.changes)} if folder.changes else {}
+        damaged = {"damaged": folder.damaged} if folder.damaged else {}
         warning = f", {self.num_overlap} of the data set's problems are trained on as well!" if self.num_overlap else ""
         return {
             "run": f"{folder.path}{start}",
             **changed,
+            **damaged,
             "model": f"{self.cfg.model.path} ({self.cfg.model.dtype})",
             "prompts": self.stream.summary,
-            "held out": f"{len(self.eval_prompts)} prompts{warning}",
-            "trainer": f"{self.cfg.world_size} rank(s): {layout}",
+            "held out": f"{len(self.eval_prompts)} prompts{self.held_out_dropped}{warning}",
+            "trainer": f"{self.cfg.world_size} rank(s): {sizes_text(parallel)}",
             "rollout": f"{rollout.engine}, {rollout.num_servers} server(s)" if rollout.engine == "sglang" else rollout.engine,
         }
 
@@ -63,10 +64,11 @@ def prepare(cfg: Config) -> Prepared:
     check_gold = partial(validate_gold, cfg.reward.verifier)
     rows = load_rows(cfg.data.train, check_gold=check_gold)
     held_out: list[Prompt] = []
-    num_overlap = 0
+    num_overlap, dropped = 0, ""
     if cfg.eval.every >= 0:
         eval_rows = load_rows(cfg.data.eval, check_gold=check_gold)
         num_overlap = overlap(rows, eval_rows)
+        dropped = f" ({eval_rows.summary()})" if eval_rows.num_read > len(eval_rows) else ""
         held_out = eval_prompts(eval_rows, tokenizer, cfg.data, cfg.eval.prompts)
     stream = PromptStream(rows, tokenizer, cfg.data, cfg.run.seed)
     return Prepared(
@@ -77,6 +79,7 @@ def prepare(cfg: Config) -> Prepared:
         stream=stream,
         eval_prompts=held_out,
         num_overlap=num_overlap,
+        held_out_dropped=dropped,
     )
 
 

@@ -7,11 +7,13 @@ The controller decides the order. It names no engine and no Megatron class: samp
 import asyncio
 from dataclasses import dataclass
 
-from dapo_megatron.algo.packing import pack_minibatch
+from dapo_megatron.algo.packing import pack_minibatch_for
 from dapo_megatron.algo.samples import build_samples, set_weights, split_minibatches
+from dapo_megatron.audit.record import RecordedTrainer, StepTrainer
 from dapo_megatron.cluster.cluster import Cluster, start_cluster
 from dapo_megatron.config import Config
 from dapo_megatron.evaluate import Evaluator
+from dapo_megatron.nonfinite import NonfiniteGuard
 from dapo_megatron.records import MicroBatch, Sample
 from dapo_megatron.rollout.sampler import DynamicSampler
 from dapo_megatron.run_folder import RunFolder
@@ -32,6 +34,7 @@ class Run:
     sampler: DynamicSampler
     publisher: Publisher
     evaluator: Evaluator
+    guard: NonfiniteGuard
     folder: RunFolder
     console: RunConsole
     phases: Phases
@@ -39,7 +42,8 @@ class Run:
 
 async def dapo_step(run: Run, step: int) -> dict[str, float]:
     """One rollout step; returns its metrics. The engines hold the weights of version step - 1 before and of step after."""
-    cfg, policy, phase = run.cfg, run.cluster.policy, run.phases
+    cfg, phase = run.cfg, run.phases
+    policy: StepTrainer = run.cluster.policy
     with phase("rollout"):  # sample, score and filter until the batch is full
         sampled = await run.sampler.collect(version=step - 1)
     scoring = run.cluster.rewards.take_metrics()
@@ -51,29 +55,36 @@ async def dapo_step(run: Run, step: int) -> dict[str, float]:
         overlong_filter=cfg.reward.overlong.filter,
     )
     minibatches = split_minibatches(samples, cfg.optimizer.prompts_per_minibatch)
+    if minibatches and cfg.audit.save_every and step % cfg.audit.save_every == 0:
+        folder = run.folder.path / "audit" / f"step_{step:06d}"
+        policy = RecordedTrainer(run.cluster.policy, cfg, step, folder, minibatches[0], after=False)
     await policy.load_batch(pack(cfg, minibatches))
     with phase("old_logprobs"):
         drift = await policy.old_logprobs()
     with phase("update"):
-        updates = [
-            await policy.update(index, learning_rate(cfg, step))
-            for index, minibatch in enumerate(minibatches)
-            if any(sample.num_valid for sample in minibatch)  # all filtered: no loss, no update, no weight decay
-        ]
+        updates = []
+        for index, minibatch in enumerate(minibatches):
+            if any(sample.num_valid for sample in minibatch):  # all filtered: no loss, no update, no weight decay
+                updates.append(await policy.update(index, learning_rate(cfg, step)))
+                run.guard.check(step, index, minibatch, updates[-1])
     with phase("publish"):
         await run.publisher.publish(version=step)
     write_samples(run.folder.path, step, sampled.groups, sampled.filtered, run.prepared.decode)
-    metrics = measure_step(sampled, samples, drift, updates, len(minibatches))
-    return {**metrics, **scoring, "optimizer/lr": learning_rate(cfg, step), "sync/version": float(step)}
+    return {
+        **measure_step(sampled, samples, drift, updates, len(minibatches)),
+        **scoring,
+        "optimizer/lr": learning_rate(cfg, step),
+        "optimizer/nonfinite_in_a_row": float(run.guard.num_in_a_row),
+        "sync/version": float(step),
+    }
 
 
 def pack(cfg: Config, minibatches: list[list[Sample]]) -> list[list[list[MicroBatch]]]:
     """[dp rank][mini-batch][micro-batch]: weights of the aggregation, then micro-batches by token budget."""
-    multiple = cfg.parallel.tp if cfg.parallel.sequence_parallel else 1
     packed = []
     for minibatch in minibatches:
         set_weights(minibatch, cfg.algorithm.aggregation, cfg.rollout.max_response_tokens)
-        packed.append(pack_minibatch(minibatch, cfg.parallel.dp, cfg.parallel.max_tokens_per_microbatch, multiple))
+        packed.append(pack_minibatch_for(cfg.parallel, minibatch))
     return [[shares[rank] for shares in packed] for rank in range(cfg.parallel.dp)]
 
 
@@ -89,6 +100,7 @@ async def train(run: Run) -> None:
     await run.publisher.connect()
     await run.publisher.publish(version=folder.resumed_step)
     with folder.metrics() as writer:
+        run.guard.resume(writer.last_row)
         if folder.resumed_step == 0 and cfg.eval.every >= 0:
             writer.write(0, await evaluate(run, 0))
         for step in range(folder.resumed_step + 1, cfg.run.steps + 1):
@@ -138,7 +150,8 @@ def main(cfg: Config, resume: str) -> int:
             folder.load_state("sampler", sampler)
             publisher = Publisher(cluster.policy, cluster.engine, cfg.publish.check)
             evaluator = Evaluator(cfg, cluster.engine, cluster.rewards.score, prepared.eval_prompts, prepared.eos_ids)
-            run = Run(cfg, cluster, prepared, sampler, publisher, evaluator, folder, console, Phases(console))
+            guard = NonfiniteGuard(folder.path, cfg.optimizer.max_skipped_updates, console.note)
+            run = Run(cfg, cluster, prepared, sampler, publisher, evaluator, guard, folder, console, Phases(console))
             asyncio.run(train(run))
         console.summary()
     return 0

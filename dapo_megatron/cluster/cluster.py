@@ -35,12 +35,8 @@ def start_cluster(cfg: Config, model_dir: Path, eos_ids: tuple[int, ...], run_di
     with ray_session(hide_gpus=on_cpu):
         use_gpus = not on_cpu and ray.cluster_resources().get("GPU", 0) > 0
         placement = _place_on_gpus(cfg) if use_gpus else _place_on_cpu(cfg)
-        ranks = [
-            TrainerRank.options(**options).remote(f"{logs}/trainer_{rank}.log")  # type: ignore[attr-defined]
-            for rank, options in enumerate(placement.ranks)
-        ]
+        policy = _make_trainer(cfg, model_dir, logs, placement.ranks)
         engines = Engines(cfg, str(model_dir), eos_ids, logs, placement.servers)
-        policy = PolicyGroup(ranks, cfg, str(model_dir))
         rewards = RewardPool(cfg, str(model_dir), logs)
         try:
             servers_starting, ranks_starting = engines.begin_start(), policy.begin_start()
@@ -50,6 +46,26 @@ def start_cluster(cfg: Config, model_dir: Path, eos_ids: tuple[int, ...], run_di
             yield Cluster(policy, engines.engine, rewards)
         finally:
             engines.kill()
+
+
+@contextlib.contextmanager
+def start_trainer(cfg: Config, model_dir: Path, run_dir: Path) -> Iterator[PolicyGroup]:
+    """The trainer ranks alone, without engines; on leaving, whatever the reason, they are ended."""
+    logs = str(run_dir.absolute() / "logs")
+    on_cpu = cfg.cluster.device == "cpu"
+    with ray_session(hide_gpus=on_cpu):
+        use_gpus = not on_cpu and ray.cluster_resources().get("GPU", 0) > 0
+        policy = _make_trainer(cfg, model_dir, logs, _rank_options_on_gpus(cfg) if use_gpus else _place_on_cpu(cfg).ranks)
+        policy.end_start(get_all(policy.begin_start()))
+        yield policy
+
+
+def _make_trainer(cfg: Config, model_dir: Path, logs: str, options: list[dict[str, Any]]) -> PolicyGroup:
+    ranks = [
+        TrainerRank.options(**of_rank).remote(f"{logs}/trainer_{rank}.log")  # type: ignore[attr-defined]
+        for rank, of_rank in enumerate(options)
+    ]
+    return PolicyGroup(ranks, cfg, str(model_dir))
 
 
 @dataclass
@@ -69,15 +85,21 @@ def _place_on_gpus(cfg: Config) -> _Placement:
     """Neighbouring ranks (tensor parallel) share a node, and so do a server's GPUs: one bundle for each node of ranks and
     one for each server. When colocated, a rank and a server have half of the one GPU each."""
     share = 0.5 if cfg.cluster.colocate else 1
-    per_node, num_servers = cfg.cluster.gpus_per_node, cfg.rollout.num_servers if cfg.rollout.engine == "sglang" else 0
-    sizes = [min(per_node, cfg.world_size - first) for first in range(0, cfg.world_size, per_node)]
+    num_servers = cfg.rollout.num_servers if cfg.rollout.engine == "sglang" else 0
     _check_gpus(share * (cfg.world_size + num_servers * cfg.rollout.tp))
-    nodes = _reserve([size * share for size in sizes], "STRICT_SPREAD" if len(sizes) > 1 else "PACK")
-    ranks = [_options(share, nodes, rank // per_node) for rank in range(cfg.world_size)]
+    ranks = _rank_options_on_gpus(cfg, share)
     if num_servers == 0:  # the local engine computes on the CPU
         return _Placement(ranks, [{"num_cpus": 0, "num_gpus": 0}])
     servers = _reserve([cfg.rollout.tp * share] * num_servers, "PACK")
     return _Placement(ranks, [_options(cfg.rollout.tp * share, servers, i) for i in range(num_servers)])
+
+
+def _rank_options_on_gpus(cfg: Config, share: float = 1) -> list[dict[str, Any]]:
+    per_node = cfg.cluster.gpus_per_node
+    sizes = [min(per_node, cfg.world_size - first) for first in range(0, cfg.world_size, per_node)]
+    _check_gpus(share * cfg.world_size)
+    nodes = _reserve([size * share for size in sizes], "STRICT_SPREAD" if len(sizes) > 1 else "PACK")
+    return [_options(share, nodes, rank // per_node) for rank in range(cfg.world_size)]
 
 
 def _options(gpus: float, group: PlacementGroup, bundle: int) -> dict[str, Any]:

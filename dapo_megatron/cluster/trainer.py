@@ -75,6 +75,11 @@ class PolicyGroup:
         """Statistics of each model replica."""
         return [stats for stats in await self._all("old_logprobs") if stats]
 
+    async def token_logprobs(self, index: int) -> list[float]:
+        """What old_logprobs found for mini-batch `index`, token after token of its samples."""
+        found = {number: value for part in await self._all("token_logprobs", index) for number, value in part.items()}
+        return [found[number] for number in range(len(found))]
+
     async def update(self, index: int, lr: float) -> list[dict[str, float]]:
         """Statistics of each model replica."""
         return [stats for stats in await self._all("update", index, lr) if stats]
@@ -101,6 +106,9 @@ class PolicyGroup:
 
     async def load(self, folder: str) -> None:
         await self._all("load", folder)
+
+    async def write_gradients(self, out: str) -> None:
+        await self._all("write_gradients", out)
 
     async def export_hf(self, out: str) -> None:
         await self._all("export_hf", out)

@@ -6,6 +6,7 @@ from dapo_megatron.config import DataConfig
 from dapo_megatron.data.rows import Row
 
 PLACEHOLDER = "{prompt}"
+REPLY = "the reply goes here"
 
 
 class PromptRenderer:
@@ -27,7 +28,10 @@ class PromptRenderer:
         if data.format not in ("chat", "plain"):
             raise ValueError(f"data.format: {data.format!r} must be chat or plain")
         if data.format == "chat" and not tokenizer.chat_template:
-            raise ValueError("data.format: chat needs a tokenizer with a chat template; use plain or a chat model")
+            raise ValueError(
+                "data.format: chat needs a tokenizer with a chat template, and the model's has none; set data.format=plain, or "
+                "use a chat model"
+            )
         self._tokenizer = tokenizer
         self._data = data
 
@@ -58,7 +62,30 @@ class PromptRenderer:
             ) from error
 
     def encode(self, rows: list[Row]) -> list[list[int]]:
-        """Token ids of each row's prompt."""
+        """Token ids of each row's prompt. ValueError if the chat template refuses the turns or leaves the reply unopened."""
         # a chat template writes the special tokens itself
         special = self._data.format == "plain"
+        if rows and not special:
+            self._check_reply_follows(rows[0])
         return self._tokenizer([self.text(row) for row in rows], add_special_tokens=special)["input_ids"]
+
+    def _check_reply_follows(self, row: Row) -> None:
+        """The model must be at the assistant's turn when the prompt ends, else it goes on with the user's.
+
+        Most templates write that turn's header when asked for a generation prompt. Some have no header to write
+        (`[INST] ... [/INST]`) or write it always: those don't heed the request either, but put a reply right after the prompt.
+        """
+        turns, text = self.turns(row), self.text(row)
+        if text != self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=False):
+            return
+        try:
+            answered = self._tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": REPLY}], tokenize=False)
+        except Exception:  # see text()
+            answered = ""
+        before_reply = answered.partition(REPLY)[0]
+        if not answered or before_reply.rstrip() != text.rstrip():
+            raise ValueError(
+                "data.format: chat needs a chat template that opens the assistant's turn, and the tokenizer's ends a prompt "
+                f"with {text[-40:]!r} whether add_generation_prompt is set or not: the model would go on with the user's turn. "
+                "Add `{% if add_generation_prompt %}` with the assistant's header to the template, or set data.format=plain"
+            )

@@ -19,6 +19,12 @@ class Row:
     gold: str
     data_source: str
 
+    @property
+    def start(self) -> str:
+        """The beginning of the problem's text, for messages."""
+        problem = self.prompt if isinstance(self.prompt, str) else self.prompt[-1][1]
+        return " ".join(problem.split())[:60]
+
 
 class Rows(list[Row]):
     """Rows without duplicates, and how many were read and dropped to get there."""

@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,7 +53,7 @@ def source_faults(source: SourceConfig) -> dict[str, str]:
         faults["subset"] = "only hub data sets have subsets; remove it"
     if kind != "generator" and source.args:
         faults["args"] = "are arguments of generators; remove them"
-    for key in ("prompt_key", "answer_key", "answer_pattern"):
+    for key in ("prompt_key", "answer_key", "answer_pattern", "id_key"):
         if kind == "generator" and getattr(source, key) != getattr(default, key):
             faults[key] = "is read with files and hub data sets only; remove it"
     try:
@@ -67,8 +68,8 @@ def load_rows(source: SourceConfig, check_gold: Callable[[str], None] | None = N
     """The distinct problems of a source, in its order; see SourceConfig for what a source may be.
 
     ValueError, naming the source, row (from 1) and key, for a source that is missing, empty, or holds a row without a
-    prompt or gold answer. `check_gold` raises ValueError for a gold answer that no response could match; the source and
-    the problem are added to it.
+    prompt or gold answer, or two problems with the same id. `check_gold` raises ValueError for a gold answer that no
+    response could match; the source and the problem are added to it.
     """
     if source.limit < 0:
         raise ValueError(f"data source limit: {source.limit} must not be negative; 0 takes all rows")
@@ -91,20 +92,29 @@ def load_rows(source: SourceConfig, check_gold: Callable[[str], None] | None = N
         try:
             check_gold(row.gold)
         except ValueError as error:
-            problem = row.prompt if isinstance(row.prompt, str) else row.prompt[-1][1]
-            start = " ".join(problem.split())[:60]
-            raise ValueError(f"data source {source.path}, problem {row.uid} ({start!r}...): {error}") from error
+            raise ValueError(f"data source {source.path}, problem {row.uid} ({row.start!r}...): {error}") from error
     return rows
 
 
 def _read(source: SourceConfig) -> Iterator[Row]:
     pattern = re.compile(source.answer_pattern) if source.answer_pattern else None
     name = Path(source.path).name
+    ids: dict[tuple[str, str], tuple[Row, int]] = {}  # (data source, id) -> its first row, and that row's number
     for number, record in enumerate(_records(source), 1):
         where = f"data source {source.path}, row {number}"
         prompt = _prompt(_lookup(record, source.prompt_key, where), f"{where}, {source.prompt_key}")
         gold = _gold(_lookup(record, source.answer_key, where), pattern, f"{where}, {source.answer_key}")
-        yield Row(prompt_uid(prompt), prompt, gold, str(record.get("data_source") or name))
+        row = Row(prompt_uid(prompt), prompt, gold, str(record.get("data_source") or name))
+        own_id = _own_id(record, source.id_key, where)
+        if own_id is not None:
+            first, first_number = ids.setdefault((row.data_source, own_id), (row, number))
+            if first.uid != row.uid:
+                raise ValueError(
+                    f"{where}, {source.id_key}: {own_id!r} is the id of another problem in row {first_number}: "
+                    f"{first.start!r} there, {row.start!r} here; give every problem an id of its own, or set id_key to the "
+                    "column that holds one (empty: ids are not looked at)"
+                )
+        yield row
 
 
 def _records(source: SourceConfig) -> Iterator[dict[str, Any]]:
@@ -145,7 +155,8 @@ def _parquet(path: Path, source: SourceConfig) -> Iterator[dict[str, Any]]:
         file = pyarrow.parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"data source {path}: not a parquet file ({error})") from error
-    used = {key if key in file.schema_arrow.names else key.partition(".")[0] for key in (source.prompt_key, source.answer_key)}
+    keys = (source.prompt_key, source.answer_key, source.id_key)
+    used = {key if key in file.schema_arrow.names else key.partition(".")[0] for key in keys}
     columns = [name for name in file.schema_arrow.names if name in used | {"data_source"}]
     for batch in file.iter_batches(BATCH_ROWS, columns=columns):
         yield from batch.to_pylist()
@@ -172,9 +183,17 @@ def _lookup(record: dict[str, Any], key: str, where: str) -> Any:
     value: Any = record
     for part in key.split("."):
         if not isinstance(value, dict) or part not in value:
-            raise ValueError(f"{where}: no key {key!r}; it has {', '.join(record)}: set prompt_key and answer_key")
+            raise ValueError(f"{where}: no key {key!r}; it has {', '.join(record)}: set prompt_key, answer_key or id_key")
         value = value[part]
     return value
+
+
+def _own_id(record: dict[str, Any], key: str, where: str) -> str | None:
+    """The id that a row brings; without a value, or without the default's column, it has none."""
+    if not key or (key == SourceConfig.id_key and key not in record):
+        return None
+    value = _lookup(record, key, where)
+    return None if value is None else str(value)
 
 
 def _prompt(value: Any, where: str) -> str | tuple[tuple[str, str], ...]:
@@ -195,7 +214,8 @@ def _prompt(value: Any, where: str) -> str | tuple[tuple[str, str], ...]:
 def _gold(value: Any, pattern: re.Pattern[str] | None, where: str) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)  # AIME files hold 70.0
-    if value is None or isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)  # JSON may hold NaN
+    if not number and not (isinstance(value, str) and value.strip()):
         raise ValueError(f"{where}: {value!r} is no gold answer; correct or remove the row, or set answer_key")
     text = str(value)
     if pattern is not None:

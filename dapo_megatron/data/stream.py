@@ -67,6 +67,7 @@ class PromptStream:
         self.summary = f"{read}, {self.num_skipped_too_long} longer than {data_cfg.max_prompt_tokens} tokens"
         self._seed = seed
         self._shuffle = data_cfg.shuffle
+        self._continue_on_change = data_cfg.on_change == "continue"
         self._fingerprint = self._encoded.fingerprint()
         self._order: tuple[int, np.ndarray] | None = None  # (epoch, order) last used
         self._position = 0
@@ -129,14 +130,24 @@ class PromptStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at a saved position. ValueError if data, rendering, shuffling or seed aren't those that were saved."""
-        for key, value in self.state_dict().items():
-            if key != "position" and state[key] != value:
-                raise ValueError(
-                    f"the prompt stream can't be resumed: its {key} was {state[key]!r} and is {value!r} now; "
-                    "restore data, tokenizer, data.* and run.seed, or start a new run"
-                )
+        """Go on at a saved position. If data, rendering or shuffling aren't those that were saved: ValueError, unless
+        data.on_change is continue; the summary says it then. Another seed is always a ValueError."""
+        now = self.state_dict()
+        changed = [key for key in now if key != "position" and state[key] != now[key]]
+        changes = ", ".join(f"{key} was {state[key]!r} and is {now[key]!r} now" for key in changed)
+        if "seed" in changed:
+            raise ValueError(f"the prompt stream can't be resumed: its {changes}; restore run.seed, or start a new run")
+        if changed and not self._continue_on_change:
+            raise ValueError(
+                f"the training prompts aren't those that the run was started with: their {changes}. Restore data, tokenizer "
+                "and data.*, start a new run, or set data.on_change=continue to go on at the saved position in the new prompts"
+            )
         self.position = int(state["position"])
+        if changed:
+            self.summary += (
+                f"; changed since the checkpoint ({changes}): going on at prompt {self._position}, epoch {self.epoch} "
+                "(data.on_change=continue)"
+            )
 
 
 def eval_prompts(rows: Sequence[Row], tokenizer: Any, data_cfg: DataConfig, limit: int = 0) -> list[Prompt]:

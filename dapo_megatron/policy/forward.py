@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -11,21 +12,27 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from dapo_megatron.algo.packing import context_share, zigzag_indices
 from dapo_megatron.ops.linear_logprob import linear_logprob
 from dapo_megatron.records import MicroBatch
 
 
 class DeviceBatch:
-    """A MicroBatch as tensors on this rank's device, with the old log-probs once they are known."""
+    """This context-parallel rank's part of a MicroBatch as tensors on its device; the old log-probs come later."""
 
-    def __init__(self, batch: MicroBatch) -> None:
+    def __init__(self, whole: MicroBatch) -> None:
         device = torch.cuda.current_device()
+        cp, cp_rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
+        batch = context_share(whole, cp, cp_rank)
+        starts = np.repeat(whole.cu_seqlens[:-1], np.diff(whole.cu_seqlens))
+        held = zigzag_indices(whole.cu_seqlens, cp, cp_rank)
 
         def tensor(array: Any, dtype: torch.dtype) -> Tensor:
             return torch.tensor(array, dtype=dtype, device=device)  # copies: arrays from the object store are read-only
 
         self.token_ids = tensor(batch.token_ids, torch.int64)
         self.cu_seqlens = tensor(batch.cu_seqlens, torch.int32)
+        self.position_ids = tensor((np.arange(len(starts)) - starts)[held], torch.int64)
         self.positions = tensor(batch.positions, torch.int64)
         self.targets = tensor(batch.targets, torch.int64)
         self.rollout_logprobs = tensor(batch.rollout_logprobs, torch.float32)
@@ -33,8 +40,10 @@ class DeviceBatch:
         self.mask = tensor(batch.mask, torch.bool)
         self.advantages = tensor(batch.advantages, torch.float32)
         self.weights = tensor(batch.weights, torch.float32)
+        self.number = batch.number
         self.num_valid = batch.num_valid
         self.max_seqlen = int((batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).max())
+        self.trainer_logprobs = torch.empty(0)  # [R], by the weights before the step; known after Policy.old_logprobs
         self.old_logprobs: Tensor | None = None
 
     def packed_seq_params(self) -> PackedSeqParams:
@@ -45,10 +54,6 @@ class DeviceBatch:
             max_seqlen_q=self.max_seqlen,
             max_seqlen_kv=self.max_seqlen,
         )
-
-    def position_ids(self) -> Tensor:
-        starts = self.cu_seqlens[:-1].long().repeat_interleave((self.cu_seqlens[1:] - self.cu_seqlens[:-1]).long())
-        return torch.arange(len(self.token_ids), device=starts.device) - starts
 
 
 class LogprobHead:
@@ -70,7 +75,7 @@ class LogprobHead:
         config: Any,
         **_: Any,
     ) -> Tensor:
-        """hidden_states [T (or T/tp with sequence parallelism), 1, hidden] -> fp32 [2, R]: log-probs and entropies."""
+        """hidden_states [T/cp (/tp with sequence parallelism), 1, hidden] -> fp32 [2, R]: log-probs and entropies."""
         group = parallel_state.get_tensor_model_parallel_group()
         if config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states)[:, 0][context.positions]
@@ -87,7 +92,7 @@ def run_model(model: Any, batch: DeviceBatch, head: LogprobHead) -> Tensor:
     """[2, R] on the last pipeline stage, hidden states elsewhere."""
     return model(
         batch.token_ids[None],
-        batch.position_ids()[None],
+        batch.position_ids[None],
         None,
         packed_seq_params=batch.packed_seq_params(),
         output_processor=head,

@@ -22,12 +22,12 @@ from dapo_megatron.weights.mapping import ModelShape
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def choose_kernels() -> str:
+def choose_kernels(dtype: torch.dtype) -> str:
     """ "transformer_engine" where it and a GPU are there, else "torch". (NVIDIA's apex only adds a fused optimizer, which
-    Megatron picks by itself; PyPI's apex is another package.)"""
-    if torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None:
-        return "transformer_engine"
-    return "torch"
+    Megatron picks by itself; PyPI's apex is another package.) In float32 Transformer Engine has but an attention that holds
+    whole score matrices and refuses context parallelism, so that torch is the better one."""
+    found = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    return "transformer_engine" if found and dtype is torch.bfloat16 else "torch"
 
 
 def optimizer_kernels() -> str:
@@ -58,8 +58,12 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
         raise ValueError("use_sliding_window: true: sliding-window attention is not supported")
     parallel, dtype = cfg.parallel, DTYPES[cfg.model.dtype]
     on_gpu = torch.cuda.is_available()
-    fused = choose_kernels() == "transformer_engine"
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    fused = choose_kernels(dtype) == "transformer_engine"
+    recompute: dict[str, dict[str, Any]] = {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": list(parallel.recompute_modules)},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=hf["hidden_size"],
@@ -81,6 +85,10 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        overlap_p2p_comm=parallel.vpp > 1,
+        batch_p2p_comm=parallel.vpp == 1,  # with two stages the interleaved schedule mustn't
+        context_parallel_size=parallel.cp,
         sequence_parallel=parallel.sequence_parallel,
         variable_seq_lengths=True,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # the default refuses variable_seq_lengths even for dense models
@@ -94,13 +102,14 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
-        **(recompute if parallel.recompute else {}),
+        **recompute[parallel.recompute],
     )
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """The layers of this pipeline stage: Transformer Engine's, or the local spec with our norm and core attention."""
-    if choose_kernels() == "transformer_engine":
+def layer_spec(config: TransformerConfig, chunk: int | None) -> ModuleSpec:
+    """The layers of this pipeline stage (or one of its model chunks): Transformer Engine's, or the local spec with our norm and
+    core attention."""
+    if choose_kernels(config.params_dtype) == "transformer_engine":
         return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
     layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
@@ -108,25 +117,30 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     attention.core_attention = PackedAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config, chunk), layer_norm=RMSNorm)
 
 
-def build_model(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> GPTModel:
-    """This rank's part of the model, weights not yet loaded. parallel_state must be initialised."""
+def build_model(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> list[GPTModel]:
+    """This rank's part of the model, weights not yet loaded: parallel.vpp chunks. parallel_state must be initialised."""
     config = transformer_config(cfg, hf, shape)
     theta, rope_factor = _rope(hf)
     logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)  # GPTModel's deprecation note
-    model = GPTModel(
-        config,
-        layer_spec(config),
-        vocab_size=shape.padded_vocab(cfg.parallel.tp),
-        max_sequence_length=hf.get("max_position_embeddings", 2048),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        rotary_base=theta,
-        rope_scaling=rope_factor is not None,
-        rope_scaling_factor=rope_factor or 8.0,
-    )
-    return model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model
+    chunks = []
+    for number in range(cfg.parallel.vpp):
+        chunk = number if cfg.parallel.vpp > 1 else None
+        model = GPTModel(
+            config,
+            layer_spec(config, chunk),
+            vocab_size=shape.padded_vocab(cfg.parallel.tp),
+            max_sequence_length=hf.get("max_position_embeddings", 2048),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+            share_embeddings_and_output_weights=shape.tied,
+            position_embedding_type="rope",
+            rotary_base=theta,
+            rope_scaling=rope_factor is not None,
+            rope_scaling_factor=rope_factor or 8.0,
+            vp_stage=chunk,
+        )
+        chunks.append(model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model)
+    return chunks

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dapo_megatron.algo.objective import dapo_objective, merge_stats
 from dapo_megatron.config import Config
-from dapo_megatron.policy import checkpoint, cpu_backend, model, weights_io
+from dapo_megatron.policy import checkpoint, cpu_backend, model, pipeline_fixes, weights_io
 from dapo_megatron.policy.forward import DeviceBatch, LogprobHead, run_model
 from dapo_megatron.records import MicroBatch
 from dapo_megatron.weights.hf_folder import HFFolder
@@ -53,12 +53,16 @@ class Policy:
         self.cfg = cfg
         parallel = cfg.parallel
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=parallel.tp, pipeline_model_parallel_size=parallel.pp
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(cfg.run.seed)
+        pipeline_fixes.install()
         folder = HFFolder(model_dir)
         self.shape = ModelShape.from_hf(folder.config)
-        self.gpt = model.build_model(cfg, folder.config, self.shape)
+        self.gpt = model.build_model(cfg, folder.config, self.shape)  # model chunks; one without virtual stages
         weights_io.load_hf_weights(self.gpt, folder, self.shape)
         self.model = self._wrap()
         self.optimizer = self._optimizer()
@@ -70,16 +74,16 @@ class Policy:
         )
         self.minibatches: list[list[DeviceBatch]] = []
 
-    def _wrap(self) -> DistributedDataParallel:
-        config = self.gpt.config
-        module = Float16Module(config, self.gpt) if config.bf16 else self.gpt
-        ddp = DistributedDataParallel(
-            config=config,
-            ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-            module=module,
-        )
+    def _wrap(self) -> list[DistributedDataParallel]:
+        config = self.gpt[0].config
+        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         config.finalize_model_grads_func = finalize_model_grads
-        return ddp
+        return [
+            DistributedDataParallel(
+                config=config, ddp_config=ddp_config, module=Float16Module(config, chunk) if config.bf16 else chunk
+            )
+            for chunk in self.gpt
+        ]
 
     def _optimizer(self) -> Any:
         settings = self.cfg.optimizer
@@ -92,11 +96,11 @@ class Policy:
                 adam_beta2=settings.beta2,
                 adam_eps=settings.eps,
                 clip_grad=settings.clip_grad,
-                params_dtype=self.gpt.config.params_dtype,
-                bf16=self.gpt.config.bf16,
+                params_dtype=self.gpt[0].config.params_dtype,
+                bf16=self.gpt[0].config.bf16,
                 use_distributed_optimizer=True,
             ),
-            [self.model],
+            self.model,
         )
         # step() would clip by a norm that is nan and so turn every weight into nan; the norm is the same on all ranks
         optimizer.get_grad_norm = partial(_finite_norm, optimizer.get_grad_norm)
@@ -118,7 +122,8 @@ class Policy:
             outputs = self._run(batches, _keep_logprobs, forward_only=True)
         stats = []
         for batch, output in zip(batches, outputs, strict=False):  # no outputs but on the last stage
-            batch.old_logprobs = torch.where(batch.stale, batch.rollout_logprobs, output["logprobs"])
+            batch.trainer_logprobs = output["logprobs"]
+            batch.old_logprobs = torch.where(batch.stale, batch.rollout_logprobs, batch.trainer_logprobs)
             fresh = batch.mask & ~batch.stale
             diff = (output["logprobs"] - batch.rollout_logprobs)[fresh].abs()
             stats.append(
@@ -130,13 +135,27 @@ class Policy:
             )
         return merge_stats(stats) if self._reports() else {}
 
+    def token_logprobs(self, index: int) -> dict[int, float]:
+        """What old_logprobs found for mini-batch `index`, by the response tokens' numbers (MicroBatch); {} on ranks that don't
+        report. Not collective."""
+        return {
+            int(number): value
+            for batch in (self.minibatches[index] if self._reports() else [])
+            for number, value in zip(batch.number, batch.trainer_logprobs.tolist(), strict=True)
+        }
+
     def update(self, index: int, lr: float) -> Stats:
-        """One optimizer step on mini-batch `index`. Returns sums over this rank's share (see algo.objective), grad_norm."""
+        """One optimizer step on mini-batch `index`. Returns sums over this rank's share (see algo.objective), grad_norm.
+
+        If a loss or gradient isn't finite on any rank, all leave weights and optimizer state as they are; grad_norm_max is nan
+        or inf then, and only then.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
             # Megatron marks norms and biases with wd_mult 0 and leaves applying it to its scheduler, which isn't used here.
             group["weight_decay"] = self.cfg.optimizer.weight_decay * group["wd_mult"]
-        self.model.zero_grad_buffer()
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         algorithm = self.cfg.algorithm
         loss = partial(
@@ -147,7 +166,10 @@ class Policy:
             entropy_coef=algorithm.entropy_coef,
         )
         stats = self._run(self.minibatches[index], loss, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
+        try:
+            _, grad_norm, _ = self.optimizer.step()
+        except _NotFiniteError as error:
+            grad_norm = error.norm
         if not self._reports():
             return {}
         return {"grad_norm_max": float(grad_norm), **{name: float(value) for name, value in merge_stats(stats).items()}}
@@ -159,8 +181,8 @@ class Policy:
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(batches),
-            model=[self.model],
+            data_iterator=[iter(batches) for _ in self.model] if len(self.model) > 1 else iter(batches),
+            model=self.model,
             num_microbatches=len(batches),
             seq_length=1,  # shapes are exchanged (variable_seq_lengths)
             micro_batch_size=1,
@@ -168,8 +190,10 @@ class Policy:
         )
 
     def _reports(self) -> bool:
-        """One rank of each model replica speaks for it."""
-        return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
+        """One rank speaks for each share of the tokens."""
+        return (
+            parallel_state.is_pipeline_last_stage(ignore_virtual=True) and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
 
     # --- weights and state ---
 
@@ -188,7 +212,12 @@ class Policy:
     @property
     def is_stage_leader(self) -> bool:
         """The one rank of its pipeline stage that hands weights over."""
-        return parallel_state.get_tensor_model_parallel_rank() == 0 and self.dp_rank == 0
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and self.is_first_replica
+
+    @property
+    def is_first_replica(self) -> bool:
+        """One of the tp ranks of a pipeline stage that gather its weights: all others hold the same."""
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
 
     def stream_weights(self, bucket_bytes: int) -> Iterator[weights_io.Bucket]:
         """Full HF tensors of this rank's pipeline stage (collective over its tensor-parallel group)."""
@@ -198,7 +227,7 @@ class Policy:
         """The last update's gradients, as clipped, under HF names. The distributed optimizer leaves every data-parallel
         rank with its shard only; the shards are gathered first. Collective over all ranks of the stage."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        for buffer in self.model.buffers:
+        for buffer in (buffer for chunk in self.model for buffer in chunk.buffers):
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
@@ -211,13 +240,18 @@ class Policy:
         checkpoint.load(Path(folder), self.model, self.optimizer)
 
 
+class _NotFiniteError(Exception):
+    """Raised amid the optimizer's step, before it changes anything."""
+
+    def __init__(self, norm: float) -> None:
+        super().__init__(f"the gradient norm is {norm}")
+        self.norm = norm
+
+
 def _finite_norm(norm: Callable[[], Any]) -> Any:
     value = norm()
     if not math.isfinite(value):
-        raise RuntimeError(
-            f"the gradient norm is {float(value)}: no weight was changed; resume from the last checkpoint, with a lower "
-            "optimizer.lr or model.dtype=float32 if it happens again"
-        )
+        raise _NotFiniteError(float(value))
     return value
 
 
@@ -236,4 +270,7 @@ def _objective(batch: DeviceBatch, output: Tensor, **settings: float) -> tuple[T
     fresh = batch.mask & ~batch.stale
     error = (logprobs.detach() - batch.old_logprobs)[fresh].exp().sub(1.0).abs()
     stats["fresh_ratio_error_max"] = error.max() if len(error) else error.sum()
+    # The gradient norm is what all ranks decide by. The clips' backward would keep from it that a loss isn't finite.
+    finite = loss.detach().isfinite() & (batch.old_logprobs.isfinite() | ~batch.mask).all()
+    output.register_hook(lambda gradient: gradient.where(finite, torch.nan))
     return loss, torch.tensor(batch.num_valid, dtype=torch.int), stats

@@ -1,6 +1,6 @@
 """Weights in and out of this rank's model through the one mapping table: load from an HF folder, stream to HF tensors."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,24 +14,25 @@ from dapo_megatron.weights.mapping import ModelShape, check_hf_names, is_sharded
 Bucket = list[tuple[str, Tensor]]
 
 
-def named_parameters(model: torch.nn.Module, shape: ModelShape) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
+def named_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
     """(name with the global layer number, parameter, is it the second copy of a tied embedding)."""
-    for name, param in model.named_parameters():
-        if name.startswith("decoder.layers."):
-            local = int(name.split(".")[2])
-            layer = model.decoder.layers[local].layer_number - 1  # type: ignore[union-attr,index]
-            name = ".".join(["decoder", "layers", str(layer), *name.split(".")[3:]])
-        copy = shape.tied and name == "output_layer.weight"
-        yield ("embedding.word_embeddings.weight" if copy else name), param, copy
+    for model in chunks:
+        for name, param in model.named_parameters():
+            if name.startswith("decoder.layers."):
+                local = int(name.split(".")[2])
+                layer = model.decoder.layers[local].layer_number - 1  # type: ignore[union-attr,index]
+                name = ".".join(["decoder", "layers", str(layer), *name.split(".")[3:]])
+            copy = shape.tied and name == "output_layer.weight"
+            yield ("embedding.word_embeddings.weight" if copy else name), param, copy
 
 
-def load_hf_weights(model: torch.nn.Module, folder: HFFolder, shape: ModelShape) -> None:
+def load_hf_weights(chunks: Sequence[torch.nn.Module], folder: HFFolder, shape: ModelShape) -> None:
     """Fill this rank's parameters. Errors: a tensor missing, unknown or of the wrong shape is named."""
     check_hf_names(folder.names(), shape, str(folder.path))
     rules = rules_for(shape)
     tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
-        for name, param, _ in named_parameters(model, shape):
+        for name, param, _ in named_parameters(chunks, shape):
             rule, layer = rule_of(name, rules)
             names = rule.hf_names(layer)
             value = to_megatron(rule, [folder.tensor(n) for n in names], shape, rank, tp)
@@ -47,7 +48,7 @@ def _weight(param: torch.nn.Parameter) -> Tensor:
 
 
 def stream_hf_tensors(
-    model: torch.nn.Module, shape: ModelShape, bucket_bytes: int, value: Callable[[Any], Tensor] = _weight
+    chunks: Sequence[torch.nn.Module], shape: ModelShape, bucket_bytes: int, value: Callable[[Any], Tensor] = _weight
 ) -> Iterator[Bucket]:
     """This pipeline stage's weights (or what `value` takes of each parameter) as full HF tensors, bucket by bucket.
 
@@ -58,7 +59,7 @@ def stream_hf_tensors(
     group = parallel_state.get_tensor_model_parallel_group()
     bucket: Bucket = []
     size = 0
-    for name, param, copy in named_parameters(model, shape):
+    for name, param, copy in named_parameters(chunks, shape):
         if copy:
             continue
         rule, layer = rule_of(name, rules)

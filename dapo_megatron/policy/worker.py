@@ -4,7 +4,7 @@ import os
 import resource
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from dapo_megatron.config import Config
 from dapo_megatron.policy import model as model_builder
 from dapo_megatron.policy.policy import Policy, Stats, init_distributed
+from dapo_megatron.policy.weights_io import Bucket
 from dapo_megatron.records import MicroBatch
 from dapo_megatron.weights.hf_folder import finish_folder, start_folder, write_shards
 
@@ -34,7 +35,7 @@ class PolicyWorker:
         """Not collective."""
         return {
             "dp_rank": self.policy.dp_rank,
-            "layers": model_builder.choose_kernels(),
+            "layers": model_builder.choose_kernels(self.policy.gpt[0].config.params_dtype),
             "optimizer": model_builder.optimizer_kernels(),
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         }
@@ -47,6 +48,10 @@ class PolicyWorker:
 
     def update(self, index: int, lr: float) -> Stats:
         return self.policy.update(index, lr)
+
+    def token_logprobs(self, index: int) -> dict[int, float]:
+        """Not collective."""
+        return self.policy.token_logprobs(index)
 
     def peak_memory_gb(self) -> float:
         """Not collective. Device memory on a GPU, else resident memory of the process, in 10^9 bytes."""
@@ -74,7 +79,7 @@ class PolicyWorker:
         """Hand the current weights to every engine, each stage its own layers, bucket by bucket."""
         failure: RuntimeError | None = None
         for _ in self._stages_in_turn():
-            for bucket in self.policy.stream_weights(self._bucket_bytes) if self.policy.dp_rank == 0 else ():
+            for bucket in self.policy.stream_weights(self._bucket_bytes) if self.policy.is_first_replica else ():
                 try:
                     for sender in self._senders if failure is None else ():
                         sender.send(bucket, version)
@@ -86,7 +91,7 @@ class PolicyWorker:
     def checksums(self) -> list[dict[str, str]]:
         """For each engine, what it must hold of this stage's weights; empty on ranks that don't lead a stage."""
         sums = []
-        for engine in range(self._num_engines if self.policy.dp_rank == 0 else 0):
+        for engine in range(self._num_engines if self.policy.is_first_replica else 0):
             tensors = (item for bucket in self.policy.stream_weights(self._bucket_bytes) for item in bucket)
             if self.policy.is_stage_leader:
                 sums.append(self._senders[engine].checksums(tensors))
@@ -120,13 +125,21 @@ class PolicyWorker:
 
     def export_hf(self, out: str) -> None:
         """The policy as an HF folder; every stage's leader writes its own layers. `out` appears when it is whole."""
+        self._write_folder(out, self.policy.stream_weights)
+
+    def write_gradients(self, out: str) -> None:
+        """The last update's gradients, as clipped, in the form of an HF folder (see Policy.stream_gradients)."""
+        self._write_folder(out, self.policy.stream_gradients)
+
+    def _write_folder(self, out: str, stream: Callable[[int], Iterator[Bucket]]) -> None:
         partial = Path(out + ".partial")
         if self.rank == 0:
             start_folder(partial, Path(self.model_dir), self.cfg.model.dtype)
         dist.barrier()
         written = {}
-        if self.policy.dp_rank == 0:
-            tensors = (item for bucket in self.policy.stream_weights(self._bucket_bytes) for item in bucket)
+        buckets = stream(self._bucket_bytes)
+        if self.policy.is_first_replica:
+            tensors = (item for bucket in buckets for item in bucket)
             if self.policy.is_stage_leader:
                 written = write_shards(partial, f"stage{self.policy.stage}", tensors)
             else:

@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+# Of a reward's parts: rewards are float32, and a group's are added and squared before they become advantages.
+MAX_REWARD = 1e9
+
 
 def soft_overlong_penalty(
     lengths: Sequence[int] | np.ndarray, max_response_tokens: int, cache_tokens: int, factor: float = 1.0
@@ -19,8 +22,10 @@ def soft_overlong_penalty(
             f"reward.overlong.cache_tokens: {cache_tokens} must be between 0 and "
             f"rollout.max_response_tokens ({max_response_tokens}); lower it"
         )
-    if factor < 0:
-        raise ValueError(f"reward.overlong.penalty_factor: {factor} must not be negative; 0 switches the punishment off")
+    if not 0 <= factor <= MAX_REWARD:
+        raise ValueError(
+            f"reward.overlong.penalty_factor: {factor} must be from 0 to {MAX_REWARD:g}; 0 switches the punishment off"
+        )
     excess = np.asarray(lengths, dtype=np.float64) - (max_response_tokens - cache_tokens)
     # without a cache the ramp is a step: only what is beyond the limit is punished
     share = excess / cache_tokens if cache_tokens else (excess > 0).astype(np.float64)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from dapo_megatron.records import Completion, Group, Prompt
-from dapo_megatron.reward.overlong import soft_overlong_penalty
+from dapo_megatron.reward.overlong import MAX_REWARD, soft_overlong_penalty
 from dapo_megatron.reward.verifiers import Verdict, make_verifier
 
 
@@ -29,7 +29,9 @@ class Scorer:
     ) -> None:
         if not correct > incorrect:
             raise ValueError(f"reward.correct: {correct} must be above reward.incorrect ({incorrect}); raise it")
-        self._verifier = make_verifier(verifier, verifier_args)
+        if not -MAX_REWARD <= incorrect < correct <= MAX_REWARD:
+            raise ValueError(f"reward.correct: {correct} and reward.incorrect: {incorrect} must be within +-{MAX_REWARD:g}")
+        self._verifier, self._name = make_verifier(verifier, verifier_args), verifier
         self._rewards = (incorrect, correct)
         self._overlong = (max_response_tokens, cache_tokens, penalty_factor)
         soft_overlong_penalty([], *self._overlong)  # a bad limit is found here, not at the first group
@@ -58,12 +60,20 @@ class Scorer:
     def group(
         self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion], verdicts: Sequence[Verdict]
     ) -> Group:
-        """The scored group of G responses; verdicts with an error are added to `num_errors`."""
+        """The scored group of G responses; verdicts with an error are added to `num_errors`.
+
+        ValueError, naming data source and problem, for what is no verdict (nan would count as correct) and for a reward
+        that isn't finite: that is a fault of the reward function, whatever the response.
+        """
         assert len(texts) == len(completions) == len(verdicts), (len(texts), len(completions), len(verdicts))
+        where = f"data source {prompt.data_source}, problem {prompt.uid}: verifier {self._name}"
+        for verdict in verdicts:
+            if not isinstance(verdict, Verdict) or not isinstance(verdict.correct, bool | np.bool_):
+                raise ValueError(f"{where} gave {verdict!r}; mend it: a Verdict whose `correct` is True or False is expected")
         self.num_errors += sum(bool(v.error) for v in verdicts)
         correct = np.array([v.correct for v in verdicts], dtype=bool)
         incorrect_reward, correct_reward = self._rewards
-        return Group(
+        group = Group(
             prompt=prompt,
             completions=list(completions),
             texts=list(texts),
@@ -72,6 +82,9 @@ class Scorer:
             overlong_penalty=soft_overlong_penalty([len(c) for c in completions], *self._overlong),
             extracted=[v.extracted for v in verdicts],
         )
+        if not np.isfinite(group.reward).all():
+            raise ValueError(f"{where} led to rewards {group.reward.tolist()}; they must be finite: mend reward.*")
+        return group
 
     def score(self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion]) -> Group:
         """Verify and group G responses in this thread."""

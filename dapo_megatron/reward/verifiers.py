@@ -140,11 +140,15 @@ VERIFIERS: dict[str, Callable[..., Verdict]] = {
 
 
 def make_verifier(name: str, args: dict[str, Any] | None = None) -> Verifier:
-    """The verifier `name` with its keyword arguments bound. ValueError for an unknown name or argument."""
+    """The verifier `name` with its keyword arguments bound. ValueError for an unknown name or argument or a wrong type."""
     function = VERIFIERS[_known("reward.verifier", name, list(VERIFIERS))]
-    keywords = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    for key in args or {}:
-        _known(f"reward.verifier_args of {name}", key, keywords)
+    keywords = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    for key, value in (args or {}).items():
+        default = keywords[_known(f"reward.verifier_args of {name}", key, list(keywords))]
+        if type(value) is not type(default):
+            raise ValueError(
+                f"reward.verifier_args.{key}: {value!r} must be of type {type(default).__name__}, as {default!r} is"
+            )
     return functools.partial(function, **(args or {}))
 
 

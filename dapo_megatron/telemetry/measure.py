@@ -1,5 +1,6 @@
 """From what a step produced to its metrics (names and meanings: metrics.METRICS)."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -104,14 +105,21 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
+def was_skipped(update: list[Stats]) -> bool:
+    """Whether the policy left everything as it was, given an update's statistics of every model replica."""
+    return not all(math.isfinite(replica["grad_norm_max"]) for replica in update)
+
+
 def _objective(updates: list[list[Stats]], num_minibatches: int) -> dict[str, float]:
+    done = [update for update in updates if not was_skipped(update)]
     metrics = {
-        "optimizer/updates": float(len(updates)),
+        "optimizer/updates": float(len(done)),
         "optimizer/updates_skipped": float(num_minibatches - len(updates)),
+        "optimizer/updates_nonfinite": float(len(updates) - len(done)),
     }
-    if not updates:
+    if not done:
         return metrics
-    per_update = [merge_stats(replicas) for replicas in updates]
+    per_update = [merge_stats(replicas) for replicas in done]
     total = {key: float(value) for key, value in merge_stats(per_update).items()}
     tokens = total["num_tokens"]
     shares = {

@@ -71,6 +71,8 @@ METRICS: dict[str, Metric] = {
     "optimizer/lr": Metric("1", "learning rate of the step"),
     "optimizer/updates": Metric("updates", "optimizer steps done in this rollout step"),
     "optimizer/updates_skipped": Metric("updates", "mini-batches without an update, since the mask let no token into the loss"),
+    "optimizer/updates_nonfinite": Metric("updates", "mini-batches without an update: loss or gradient was nan or infinite"),
+    "optimizer/nonfinite_in_a_row": Metric("updates", "how many of the last updates were such, without one between them"),
     # Trainer against rollout server
     "sync/logprob_diff_mean": Metric("nats", "mean |trainer's old log-prob - server's|, trained tokens not carried over"),
     "sync/logprob_diff_max": Metric("nats", "the largest of these"),
@@ -111,7 +113,7 @@ class MetricsWriter:
         self.path = Path(run_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [row for row in read_metrics(self.path) if row["step"] < next_step]
-        self.last_step = kept[-1]["step"] if kept else -1
+        self.last_row: dict[str, Any] = kept[-1] if kept else {"step": -1}
         temporary = self.path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
             file.writelines(_line(row) for row in kept)
@@ -127,10 +129,16 @@ class MetricsWriter:
         """
         if step <= self.last_step:
             raise ValueError(f"step {step} is written already (last: {self.last_step}); one object a step, in order")
-        self._file.write(_line(make_row(step, values)))
+        row = make_row(step, values)
+        self._file.write(_line(row))
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.last_step = step
+        self.last_row = row
+
+    @property
+    def last_step(self) -> int:
+        """-1: nothing is written yet."""
+        return int(self.last_row["step"])
 
     def close(self) -> None:
         self._file.close()

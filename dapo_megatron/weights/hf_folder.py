@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -77,7 +77,10 @@ def write_shards(
 
     def flush() -> None:
         file = f"{prefix}-{len(shards)}.part"
-        save_file(pending, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(pending, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(f"{folder / file} can't be written: {error}") from error
         shards[file] = {name: tensor.nbytes for name, tensor in pending.items()}
         pending.clear()
 

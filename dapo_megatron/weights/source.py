@@ -248,7 +248,10 @@ def _build_random(arguments: dict[str, Any], folder: Path) -> None:
     if unknown:
         raise ValueError(f"model.random_model: {model_type} has no {', '.join(unknown)}; its keys: {', '.join(sorted(known))}")
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    config = CONFIG_MAPPING[model_type](**{**values, **special})
+    try:
+        config = CONFIG_MAPPING[model_type](**{**values, **special})
+    except Exception as error:  # transformers' and huggingface_hub's own exceptions, of several types
+        raise ValueError(f"model.random_model: transformers refuses it ({error}); change its sizes") from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

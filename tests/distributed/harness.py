@@ -1,5 +1,6 @@
 """Small models on disk, a fixed uneven mini-batch, the plain transformers reference, and gloo ranks that run a Policy."""
 
+import math
 import multiprocessing as mp
 import os
 import pickle
@@ -12,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dapo_megatron.algo.packing import pack_minibatch
+from dapo_megatron.algo.packing import concatenate, pack_minibatch_for
 from dapo_megatron.algo.samples import set_weights
 from dapo_megatron.config import Config, ModelConfig, ParallelConfig
 from dapo_megatron.records import Sample
 
+JOB_TIMEOUT_S = 120.0
 VOCAB = 67  # not a multiple of 2: vocabulary padding is always at work
 COMMON = {
     "hidden_size": 48,
@@ -26,7 +28,7 @@ COMMON = {
     "num_key_value_heads": 2,
     "vocab_size": VOCAB,
     "max_position_embeddings": 128,
-    "initializer_range": 0.2,
+    "initializer_range": 0.1,
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama_untied": dict(model_type="llama", tie_word_embeddings=False, **COMMON),
@@ -75,9 +77,11 @@ def make_samples(seed: int = 3, num_groups: int = 3, group_size: int = 3) -> lis
     return samples
 
 
-def make_config(tp: int = 1, pp: int = 1, dp: int = 1, sequence_parallel: bool = False, **rest: Any) -> Config:
+def make_config(
+    tp: int = 1, pp: int = 1, vpp: int = 1, cp: int = 1, dp: int = 1, sequence_parallel: bool = False, **rest: Any
+) -> Config:
     cfg = Config(model=ModelConfig(path="unused", dtype="float32"))
-    cfg.parallel = ParallelConfig(tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, logprob_chunk_tokens=16)
+    cfg.parallel = ParallelConfig(tp, pp, vpp, cp, dp, sequence_parallel, logprob_chunk_tokens=16)
     cfg.rollout.max_response_tokens = 64
     cfg.rollout.temperature = 0.8
     cfg.optimizer.clip_grad = 1e9  # the gradients themselves are compared
@@ -89,42 +93,19 @@ def make_config(tp: int = 1, pp: int = 1, dp: int = 1, sequence_parallel: bool =
 
 def pack(samples: list[Sample], cfg: Config) -> list[list[Any]]:
     set_weights(samples, cfg.algorithm.aggregation, cfg.rollout.max_response_tokens)
-    return pack_minibatch(
-        samples,
-        cfg.parallel.dp,
-        cfg.parallel.max_tokens_per_microbatch,
-        cfg.parallel.tp if cfg.parallel.sequence_parallel else 1,
-    )
+    return pack_minibatch_for(cfg.parallel, samples)
 
 
-def reference(model_dir: Path, samples: list[Sample], cfg: Config, old: list[np.ndarray] | None = None) -> dict[str, Any]:
-    """Loss, gradients and per-sample log-probs by transformers and autograd in fp64, from the formula (not our objective)."""
-    from transformers import AutoModelForCausalLM
-
-    set_weights(samples, cfg.algorithm.aggregation, cfg.rollout.max_response_tokens)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="eager")
-    algorithm = cfg.algorithm
-    total = torch.zeros((), dtype=torch.float64)
-    logprobs = []
-    for i, sample in enumerate(samples):
-        ids = torch.tensor(sample.token_ids[None], dtype=torch.long)
-        logits = model(ids).logits[0, sample.prompt_len - 1 : -1] / cfg.rollout.temperature
-        logp_all = logits.log_softmax(-1)
-        logp = logp_all.gather(1, ids[0, sample.prompt_len :, None])[:, 0]
-        before = logp.detach() if old is None else torch.tensor(old[i], dtype=torch.float64)
-        ratio = (logp - before).exp()
-        advantage = torch.tensor(sample.advantages, dtype=torch.float64)
-        clipped = ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
-        term = torch.minimum(ratio * advantage, clipped * advantage)
-        if algorithm.dual_clip:
-            term = torch.where(advantage < 0, torch.maximum(term, algorithm.dual_clip * advantage), term)
-        entropy = -(logp_all.exp() * logp_all).sum(-1)
-        weight = torch.tensor(sample.weights) * torch.tensor(sample.mask)
-        total = total - (weight * (term + algorithm.entropy_coef * entropy)).sum()
-        logprobs.append(logp.detach().numpy())
-    total.backward()
-    grads = {n: p.grad for n, p in model.named_parameters()}
-    return {"loss": total.item(), "grads": grads, "logprobs": logprobs}
+def pack_by_number(samples: list[Sample], cfg: Config, per_microbatch: int, pad_sequences_to: int = 1) -> list[list[Any]]:
+    """Micro-batches of so many samples, dealt out in turn, each sequence padded to a multiple of `pad_sequences_to`."""
+    parallel = cfg.parallel
+    pad = math.lcm(pad_sequences_to, parallel.sequence_multiple)
+    tail = math.lcm(pad, parallel.microbatch_multiple)
+    rounds = -(-len(samples) // (parallel.dp * per_microbatch))
+    rounds += -rounds % parallel.num_microbatches_multiple
+    cut = [range(len(samples))[i : i + per_microbatch] for i in range(0, len(samples), per_microbatch)]
+    cut += [range(0)] * (rounds * parallel.dp - len(cut))
+    return [[concatenate(samples, part, tail, pad) for part in cut[rank :: parallel.dp]] for rank in range(parallel.dp)]
 
 
 def free_port() -> int:
@@ -141,6 +122,7 @@ def _serve(connection: Any) -> None:
 
     from dapo_megatron.policy.policy import init_distributed
 
+    connection.send("ready")
     while (job := connection.recv()) is not None:
         target, rank, world, port, args = job
         try:
@@ -164,18 +146,32 @@ class RankPool:
 
     def run(self, target: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         """target(rank, *args) on `world` ranks; the results in rank order."""
+        new: list[Any] = []
         while len(self._workers) < world:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,))  # not daemonic: checkpointing spawns
             process.start()
             self._workers.append((process, ours))
+            new.append(ours)
+        for connection in new:  # whoever has imported everything would lose patience with the others
+            connection.recv()
         port = free_port()
         for rank in range(world):
             self._workers[rank][1].send((target, rank, world, port, args))
-        replies = [connection.recv() for _, connection in self._workers[:world]]
+        replies = [self._reply(rank) for rank in range(world)]
         failures = [text for ok, text in replies if not ok]
         assert not failures, "\n".join(failures)
         return [pickle.loads(data) for _, data in replies]
+
+    def _reply(self, rank: int) -> tuple[bool, Any]:
+        """Ranks that wait for each other are ended, not waited for: the next job gets new ones."""
+        _, connection = self._workers[rank]
+        if connection.poll(JOB_TIMEOUT_S):
+            return connection.recv()
+        for other, _ in self._workers:
+            other.kill()
+        self._workers = []
+        raise AssertionError(f"rank {rank} gave no answer within {JOB_TIMEOUT_S:.0f} s: do the ranks wait for each other?")
 
     def close(self) -> None:
         for process, connection in self._workers:

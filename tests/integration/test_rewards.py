@@ -39,7 +39,7 @@ def completions(model_dir: str, *texts: str) -> list[Completion]:
 
 
 def score(pool: RewardPool, model_dir: str, *texts: str) -> Group:
-    return asyncio.run(pool.score(Prompt(0, "p", (1,), "12"), completions(model_dir, *texts)))
+    return asyncio.run(pool.score(Prompt(0, "p", (1,), "12", "set"), completions(model_dir, *texts)))
 
 
 def kill_worker(pool: RewardPool) -> None:
@@ -63,6 +63,24 @@ def test_verdicts(cfg: Config, model_dir: str, tmp_path: Path) -> None:
     metrics = pool.take_metrics()
     assert metrics["time/reward_s"] > 0 and metrics["reward/verifier_errors"] == 0
     assert pool.take_metrics()["time/reward_s"] == 0
+
+
+def set_verifier(pool: RewardPool, verifier: Callable[[str, str], object]) -> None:
+    ray.get(pool._workers[0].__ray_call__.remote(lambda self: setattr(self._scorer, "_verifier", verifier)))
+    pool._idle = None  # queues belong to the loop of the call before
+
+
+def test_a_verifier_that_raises_or_gives_no_verdict(cfg: Config, model_dir: str, tmp_path: Path) -> None:
+    def raises(text: str, gold: str) -> None:
+        raise RecursionError("too deep")
+
+    pool = RewardPool(cfg, model_dir, str(tmp_path))
+    set_verifier(pool, raises)
+    assert score(pool, model_dir, "answer: 12", "answer: 13").correct.tolist() == [False, False]
+    assert pool.take_metrics()["reward/verifier_errors"] == 2
+    set_verifier(pool, lambda text, gold: float("nan"))
+    with pytest.raises(ValueError, match=r"data source set, problem p: verifier exact_answer gave nan"):
+        score(pool, model_dir, "answer: 12")
 
 
 @pytest.mark.slow

@@ -11,76 +11,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
 from dapo_megatron.telemetry.metrics import METRICS, read_metrics
-
-TIMINGS = ("time/", "throughput/", "memory/")
-# The command, with Ctrl-C as on a terminal: whoever runs the tests in the background may have it ignored.
-MAIN = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from dapo_megatron.cli import main
-sys.exit(main())
-"""
-
-
-class CliRun:
-    """One `dapo train` of configs/tiny_cpu.yaml. All its processes carry a mark in their environment."""
-
-    def __init__(self, root: Path, folder: Path, *overrides: str, **environment: str) -> None:
-        self.mark = uuid.uuid4().hex
-        self.folder = folder / "tiny_cpu"
-        command = [sys.executable, "-c", MAIN, "train", str(root / "configs/tiny_cpu.yaml")]
-        self.process = subprocess.Popen(
-            [*command, f"run.dir={folder}", *overrides],
-            env={**os.environ, "DAPO_TEST_MARK": self.mark, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-
-    def finish(self, code: int = 0) -> str:
-        output, _ = self.process.communicate(timeout=400)
-        assert self.process.returncode == code, output + self.logs()
-        return output
-
-    def logs(self) -> str:
-        return "".join(f"--- {p}\n{p.read_text()[-3000:]}\n" for p in (self.folder / "logs").glob("*.log"))
-
-    def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + 300
-        while not any(row["step"] >= step for row in read_metrics(self.folder / "metrics.jsonl")):
-            assert self.process.poll() is None and time.monotonic() < deadline, self.logs()
-            time.sleep(0.02)
-
-    def survivors(self, within_s: float = 20.0) -> list[str]:
-        """Command lines of processes of this run that are still there."""
-        deadline = time.monotonic() + within_s
-        while (alive := list(_marked(self.mark))) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        return alive
-
-
-def _marked(mark: str) -> list[str]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("DAPO_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:100])
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
-
-
-def without_timings(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if not name.startswith(TIMINGS)}
+from tests.integration.cli_run import CliRun, assert_same_run, command_lines
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +103,7 @@ def test_killed_and_resumed_equals_one_go(root: Path, tmp_path: Path) -> None:
     assert not (killed.folder / "hf").exists()
     resumed = CliRun(root, tmp_path / "killed", *settings)
     assert "resuming after step" in resumed.finish()
-    rows = [[without_timings(row) for row in read_metrics(run.folder / "metrics.jsonl")] for run in (whole, resumed)]
-    assert rows[0] == rows[1]
-    files = [sorted(run.folder.glob("hf/*.safetensors")) for run in (whole, resumed)]
-    assert files[0] and all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
+    assert_same_run(whole.folder, resumed.folder)
     again = CliRun(root, tmp_path / "killed", *settings)
     assert "all 4 steps are done" in again.finish()
 
@@ -239,6 +173,6 @@ def test_joins_a_cluster_and_leaves_it_running(root: Path, tmp_path: Path, ray_c
     assert len(read_metrics(run.folder / "metrics.jsonl")) == 1
     deadline = time.monotonic() + 20
     ours = ("TrainerRank", "RewardWorker", "LocalEngineHost")
-    while (left := [p for p in _marked(mark) if any(name in p for name in ours)]) and time.monotonic() < deadline:
+    while (left := [p for p in command_lines(mark) if any(name in p for name in ours)]) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert left == [] and any("raylet" in p for p in _marked(mark))
+    assert left == [] and any("raylet" in p for p in command_lines(mark))

@@ -120,9 +120,10 @@ def varied(index):
     return np.random.default_rng(index + 1000).permutation([(1, 0), (0, 1), (1, 1), (0, 0)])[0]
 
 
-async def drive(sampler, engine, rank, version=0):
-    """Collect while always releasing the group in flight with the smallest rank(prompt index)."""
-    engine.version = version
+async def drive(sampler, engine, rank, version=0, served=None):
+    """Collect while always releasing the group in flight with the smallest rank(prompt index). `served`: the version of the
+    engine's weights, if it isn't the one that is collected for."""
+    engine.version = version if served is None else served
     task = asyncio.create_task(sampler.collect(version))
     while True:
         await settle()

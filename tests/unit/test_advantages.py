@@ -64,6 +64,13 @@ def test_advantages_use_the_shaped_reward_of_all_responses():
     assert [s.mask.tolist() for s in samples] == [[True] * 3, [True] * 3, [False] * 3]
 
 
+def test_every_group_has_a_mean_and_a_spread_of_its_own():
+    rewards = [[1, -1], [1, 1, 1, -1], [0.5, 0.25, 0.25]]
+    samples = build_samples([make_group(r) for r in rewards], version=0)
+    expected = np.concatenate([group_advantages(np.array(r, np.float32)) for r in rewards])
+    np.testing.assert_array_equal([s.advantages[0] for s in samples], expected)
+
+
 def test_sample_layout():
     group = make_group([1, -1], lengths=[4, 0], reasons=["stop", "length"])
     first, empty = build_samples([make_group([1, -1]), group], version=0)[2:]

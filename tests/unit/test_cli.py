@@ -196,3 +196,19 @@ def test_help_is_quick() -> None:
     seconds = time.monotonic() - start
     assert result.returncode == 0 and "train" in result.stdout
     assert seconds < 5  # well under one second on an idle machine; other tests may be running
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["configs/tiny_cpu.yaml", "--step", "3"], "--step = 3: needs a run's folder, such as runs/quickstart"),
+        (["configs"], "--step: is required with a run's folder"),
+        (["configs", "--step", "3"], "config.yaml"),
+    ],
+)
+def test_audit_says_what_it_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, root: Path, arguments: list[str], message: str
+) -> None:
+    monkeypatch.chdir(root)
+    assert main(["audit", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -113,6 +113,9 @@ def test_missing_configuration_file_names_the_nearest(tmp_path: Path) -> None:
     write(tmp_path, "quickstart.yaml", "")
     with pytest.raises(ConfigError, match=r"did you mean .*quickstart\.yaml"):
         load_config(tmp_path / "quickstrat.yaml")
+    with pytest.raises(ConfigError) as caught:  # what the file would have set is not called missing
+        load_valid_config(tmp_path / "quickstrat.yaml", ["run.stepz=1"])
+    assert [p.field for p in caught.value.problems] == ["configuration file", "run.stepz"]
 
 
 def test_resolved_yaml_reads_back_and_the_hash_follows_every_field(tmp_path: Path) -> None:
@@ -163,6 +166,7 @@ WRONG = [
     (["data.train.path=train.parquet", "data.train.subset=main"], "data.train.subset", "remove it"),
     (["data.train.subset=main"], "data.train.subset", "remove it"),
     (["data.train.prompt_key=question"], "data.train.prompt_key", "files and hub data sets"),
+    (["data.train.id_key=uid"], "data.train.id_key", "files and hub data sets"),
     (["eval.every=0", "data.eval.args.seed=1"], "data.eval.args", "seed is 1 here and 0 in data.train.args"),
     (["algorithm.entropy_coef=-0.1"], "algorithm.entropy_coef", "at least 0"),
     (["data.train.args.num_rovs=9"], "data.train.path", "num_rows"),
@@ -181,10 +185,15 @@ WRONG = [
     (["algorithm.dual_clip=0.5"], "algorithm.dual_clip", "above 1"),
     (["algorithm.clip_low=1"], "algorithm.clip_low", "between 0 and 1"),
     (["reward.correct=.nan"], "reward.correct", "finite"),
+    (["reward.correct=1e39"], "reward.correct", "within +-1e+09"),
+    (["reward.incorrect=-1e39"], "reward.incorrect", "within +-1e+09"),
+    (["reward.overlong.penalty_factor=1e39"], "reward.overlong.penalty_factor", "within +-1e+09"),
+    (["optimizer.eps=1e-50"], "optimizer.eps", "above 1e-37"),
     (["optimizer.prompts_per_minibatch=17"], "optimizer.prompts_per_minibatch", "at most"),
     (["reward.correct=-1"], "reward.correct", "reward.incorrect"),
     (["reward.verifier=choise"], "reward.verifier", "choice"),
     (["reward.verifier_args={strict: 1}"], "reward.verifier", "strict"),
+    (["reward.verifier=math_dapo", "reward.verifier_args={strict: .nan}"], "reward.verifier", "must be of type bool"),
     (["parallel.tp=1"], "parallel.sequence_parallel", "tp > 1"),
     (["rollout.max_response_tokens=250"], "rollout.max_response_tokens", "context is 256"),
     (["rollout.engine=local", "rollout.num_servers=2"], "rollout.num_servers", "local engine"),
@@ -263,6 +272,8 @@ def test_cache_of_a_cpu_server_must_hold_a_sequence(tmp_path: Path, monkeypatch:
 def test_unwritable_run_folder(tmp_path: Path) -> None:
     file = write(tmp_path, "file", "")
     assert "is a file" in str(faults(tmp_path, f"run.dir={file}/runs")["run.dir"])
+    # even root, who passes every check of permissions, can write nothing there
+    assert "nothing can be written in /proc" in str(faults(tmp_path, "run.dir=/proc/runs")["run.dir"])
 
 
 def test_busy_port(tmp_path: Path) -> None:

@@ -159,6 +159,8 @@ def test_parquet_reads_only_the_columns_it_uses(tmp_path, monkeypatch):
         (verl("x", None), r"row 2, reward_model.ground_truth: None is no gold answer"),
         (verl("x", "  "), "is no gold answer"),
         (verl("x", True), "True is no gold answer"),
+        (verl("x", float("nan")), "nan is no gold answer"),
+        (verl("x", float("-inf")), "-inf is no gold answer"),
         (verl("x", ["1", "2"]), "is no gold answer"),
         (verl("", "1"), "row 2, prompt: the last chat turn must be the user's and not empty"),
         (
@@ -173,6 +175,35 @@ def test_bad_rows_are_named(tmp_path, record, message):
     with pytest.raises(ValueError, match=message) as error:
         load_rows(SourceConfig(path=path))
     assert "bad.jsonl" in str(error.value)
+
+
+def test_one_id_on_two_problems_is_refused(tmp_path):
+    rows = [verl("a", "1", id=7), verl("b", "2", id=8), verl("other", "3", id=7)]
+    lines = write_lines(tmp_path / "d.jsonl", rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "d.parquet")
+    for path in (lines, str(tmp_path / "d.parquet")):
+        with pytest.raises(ValueError, match=r"row 3, id: '7' is the id of another problem in row 1: 'a' there, 'other' here"):
+            load_rows(SourceConfig(path=path))
+        assert len(load_rows(SourceConfig(path=path, id_key=""))) == 3  # on the user's word
+
+
+def test_ids_that_are_no_clash(tmp_path):
+    same_row_twice = [verl("a", "1", id="x"), verl("b", "2", id="y"), verl(" a ", "1", id="x")]
+    rows = load_rows(SourceConfig(path=write_lines(tmp_path / "d.jsonl", same_row_twice)))
+    assert (len(rows), rows.num_duplicates) == (2, 1) and "1 duplicates" in rows.summary()
+    for other in ({}, {"id": None}, {"id": "x", "data_source": "another set"}):
+        path = write_lines(tmp_path / "d.jsonl", [verl("a", "1", **other), verl("b", "2", id="x")])
+        assert len(load_rows(SourceConfig(path=path))) == 2
+
+
+def test_ids_of_another_column(tmp_path):
+    path = write_lines(tmp_path / "d.jsonl", [verl(p, "1", id=0, extra_info={"index": i}) for i, p in enumerate("abb")])
+    assert len(load_rows(SourceConfig(path=path, id_key="extra_info.index"))) == 2
+    with pytest.raises(ValueError, match=r"row 1: no key 'uid'.*id_key"):
+        load_rows(SourceConfig(path=path, id_key="uid"))
+    path = write_lines(tmp_path / "d.jsonl", [verl(p, "1", extra_info={"index": 5}) for p in "ab"])
+    with pytest.raises(ValueError, match=r"extra_info.index: '5' is the id of another problem in row 1"):
+        load_rows(SourceConfig(path=path, id_key="extra_info.index"))
 
 
 def test_pattern_that_finds_nothing_and_wrong_patterns(tmp_path):

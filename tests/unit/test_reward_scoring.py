@@ -33,7 +33,11 @@ def test_soft_overlong_factor_and_empty_cache():
 
 
 @pytest.mark.parametrize(
-    ("cache", "factor", "field"), [(13, 1.0, "cache_tokens"), (-1, 1.0, "cache_tokens"), (4, -1.0, "penalty_factor")]
+    ("cache", "factor", "field"),
+    [
+        *((13, 1.0, "cache_tokens"), (-1, 1.0, "cache_tokens")),
+        *((4, factor, "penalty_factor") for factor in (-1.0, float("nan"), float("inf"), 1e39)),
+    ],
 )
 def test_soft_overlong_wrong_limits(cache, factor, field):
     with pytest.raises(ValueError, match=field):
@@ -75,6 +79,30 @@ def test_an_exception_makes_a_response_incorrect_and_is_counted(monkeypatch):
     assert broken.verify("a", "b").error == "RecursionError: too deep"
 
 
+@pytest.mark.parametrize(
+    "answer", [True, 0.5, None, verifiers.Verdict(float("nan"), "a"), verifiers.Verdict(float("inf"), "a")]
+)
+def test_what_is_no_verdict_is_refused_with_source_and_problem(monkeypatch, answer):
+    monkeypatch.setitem(verifiers.VERIFIERS, "choice", lambda text, gold: answer)
+    prompt = Prompt(0, "4a5b", (1,), "14", "gsm8k")
+    with pytest.raises(ValueError, match=r"data source gsm8k, problem 4a5b: verifier choice gave .*True or False"):
+        Scorer("choice", max_response_tokens=8).score(prompt, ["a"], [completion(1)])
+
+
+def test_verdicts_of_numpy_are_verdicts(monkeypatch):
+    monkeypatch.setitem(verifiers.VERIFIERS, "choice", lambda text, gold: verifiers.Verdict(np.bool_(True), "a"))
+    assert Scorer("choice", max_response_tokens=8).score(PROMPT, ["a"], [completion(1)]).correct.tolist() == [True]
+
+
+def test_rewards_that_are_not_finite_are_refused_with_source_and_problem(monkeypatch):
+    """Whatever they come from: here the penalty."""
+    scoring = Scorer("choice", max_response_tokens=8)
+    penalty = np.array([0, -np.inf], np.float32)
+    monkeypatch.setattr("dapo_megatron.reward.scoring.soft_overlong_penalty", lambda *_: penalty)
+    with pytest.raises(ValueError, match=r"data source gsm8k, problem u: .* rewards \[-1.0, -inf\]; they must be finite"):
+        scoring.score(Prompt(0, "u", (1,), "1", "gsm8k"), ["a", "b"], [completion(1), completion(9)])
+
+
 def test_scorer_can_be_pickled():
     copy = pickle.loads(pickle.dumps(scorer()))
     assert copy.verify("Answer: 14", "14").correct
@@ -83,5 +111,8 @@ def test_scorer_can_be_pickled():
 def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"reward.correct: 0.0 must be above reward.incorrect"):
         scorer(correct=0.0, incorrect=0.0)
+    for values in ({"correct": float("inf")}, {"incorrect": -1e39}):
+        with pytest.raises(ValueError, match=r"within \+-1e\+09"):
+            scorer(**values)
     with pytest.raises(ValueError, match="cache_tokens"):
         Scorer("choice", max_response_tokens=4, cache_tokens=8)

@@ -63,22 +63,15 @@ def test_an_error_keeps_carried_groups():
     before, position = pickle.dumps(sampler.carried), sampler.stream.position
     with pytest.raises(RuntimeError, match="weight version"):
         # The engine still serves version 0.
-        asyncio.run(_with_version(sampler, engine, served=0, expected=1))
+        asyncio.run(drive(sampler, engine, lambda index: index, version=1, served=0))
     assert pickle.dumps(sampler.carried) == before and sampler.stream.position == position
-
-
-async def _with_version(sampler, engine, served, expected):
-    engine.version = served
-    task = asyncio.create_task(sampler.collect(expected))
-    await settle()
-    engine.release(min(engine.groups()))
-    return await task
 
 
 def test_other_weights_than_the_published_ones_are_an_error():
     engine = Engine()
+    sampler = make_sampler(engine, mixed)
     with pytest.raises(RuntimeError, match=r"request 0\.0/0 was sampled by weight versions \[3\] instead of 4"):
-        asyncio.run(_with_version(make_sampler(engine, mixed), engine, served=3, expected=4))
+        asyncio.run(drive(sampler, engine, lambda index: index, version=4, served=3))
 
 
 def test_an_abort_that_nobody_asked_for_is_an_error():

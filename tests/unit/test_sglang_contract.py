@@ -200,6 +200,38 @@ def test_tokens_without_logprobs_are_an_error(model_dir):
         asyncio.run(make_engine(model_dir, handler).generate(GenerateRequest("0/0", (1,), PARAMS)))
 
 
+def test_old_weights_keys_and_values_are_never_used_again(model_dir):
+    """The prefix cache: emptied in every update before new weights can come, and a name of its own for every version."""
+    asked: list[str] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.content or b"{}")
+        asked.append(request.url.path + (f" {body['extra_key']}" if "extra_key" in body else ""))
+        return canned(request)
+
+    engine = make_engine(model_dir, handler)
+
+    async def work() -> None:
+        await engine.generate(GenerateRequest("0/0", (1,), PARAMS))
+        await engine.begin_update(3)
+        asked.append("weights")
+        await engine.end_update(3)
+        await engine.generate(GenerateRequest("1/0", (1,), PARAMS))
+
+    asyncio.run(work())
+    assert asked == [
+        "/generate 0",
+        "/pause_generation",
+        "/flush_cache",
+        "/begin_weight_update",
+        "weights",
+        "/end_weight_update",
+        "/model_info",
+        "/continue_generation",
+        "/generate 3",
+    ]
+
+
 def test_a_retry_aborts_the_first_attempt_and_has_an_id_of_its_own(model_dir):
     rids: list[str] = []
     aborted: list[str] = []

@@ -61,7 +61,9 @@ def test_resuming_drops_the_steps_that_come_again(tmp_path: Path) -> None:
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "rew')  # killed while writing
     resumed = MetricsWriter(tmp_path, next_step=3)
+    assert resumed.last_row == {"step": 2, "reward/mean": 2}
     resumed.write(3, {"reward/mean": 30})
+    assert resumed.last_row == {"step": 3, "reward/mean": 30}
     assert [(r["step"], r["reward/mean"]) for r in read_metrics(resumed.path)] == [(1, 1), (2, 2), (3, 30)]
     assert MetricsWriter(tmp_path).last_step == -1  # a new run in the same folder starts empty
     assert read_metrics(resumed.path) == []

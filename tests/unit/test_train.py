@@ -1,5 +1,9 @@
 """The pieces of the step that are plain functions: learning rate, packing over ranks, metrics."""
 
+import asyncio
+from pathlib import Path
+from unittest.mock import ANY, AsyncMock, MagicMock, call
+
 import numpy as np
 import pytest
 
@@ -10,6 +14,22 @@ from dapo_megatron.rollout.sampler import SampledBatch
 from dapo_megatron.rollout.sampling_stats import SamplingStats
 from dapo_megatron.telemetry.measure import measure_step
 from dapo_megatron.telemetry.metrics import METRICS
+
+# What a trainer rank tells of an update.
+REPLICA = {
+    "ratio_max": 1.5,
+    "fresh_ratio_error_max": 0.0,
+    "grad_norm_max": 2.0,
+    "dual_clipped": 0.0,
+    "loss_sum": 4.0,
+    "num_tokens": 4.0,
+    "clipped_high": 1.0,
+    "clipped_low": 0.0,
+    "entropy_sum": 8.0,
+    "prob_sum": 2.0,
+    "k1_sum": 0.4,
+    "k3_sum": 0.2,
+}
 
 
 def make_group(index: int, correct: tuple[bool, ...], lengths: tuple[int, ...], cut: bool = False) -> Group:
@@ -55,21 +75,10 @@ def test_pack_shares_every_sample_once_over_the_ranks() -> None:
 def test_measure_step_by_hand() -> None:
     groups = [make_group(0, (True, False), (3, 5)), make_group(1, (True, False), (2, 4), cut=True)]
     samples = build_samples(groups, version=3, overlong_filter=True)
-    base = {"ratio_max": 1.5, "fresh_ratio_error_max": 0.0, "grad_norm_max": 2.0, "dual_clipped": 0.0, "loss_sum": 4.0}
-    sums = {
-        "num_tokens": 4.0,
-        "clipped_high": 1.0,
-        "clipped_low": 0.0,
-        "entropy_sum": 8.0,
-        "prob_sum": 2.0,
-        "k1_sum": 0.4,
-        "k3_sum": 0.2,
-    }
-    replica = {**base, **sums}
-    other = {**replica, "ratio_max": 3.0, "clipped_high": 3.0}
+    other = {**REPLICA, "ratio_max": 3.0, "clipped_high": 3.0}
     drift = [{"fresh_tokens": 4.0, "diff_sum": 0.2, "diff_max": 0.1}, {"fresh_tokens": 4.0, "diff_sum": 0.6, "diff_max": 0.3}]
     sampled = SampledBatch(groups, [], SamplingStats(groups_kept=2, tokens_kept=14, accuracy=0.5))
-    metrics = measure_step(sampled, samples, drift, [[replica, other]], num_minibatches=2)
+    metrics = measure_step(sampled, samples, drift, [[REPLICA, other]], num_minibatches=2)
     assert metrics.keys() <= METRICS.keys()
     expected = {
         "reward/mean": -0.25,
@@ -91,6 +100,46 @@ def test_measure_step_by_hand() -> None:
         "sync/logprob_diff_max": 0.3,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_a_step_updates_at_one_learning_rate_and_publishes_the_result(tmp_path: Path) -> None:
+    from dapo_megatron.train import dapo_step
+
+    groups = [make_group(i, (True, False), (3, 5)) for i in range(3)]
+    run = MagicMock(cfg=Config())  # writes down every call
+    run.cfg.optimizer.lr, run.cfg.optimizer.warmup_steps, run.cfg.optimizer.prompts_per_minibatch = 1e-6, 8, 1
+    run.folder.path = tmp_path
+    run.prepared.decode.return_value = ""
+    run.cluster.rewards.take_metrics.return_value = {}
+    run.sampler.collect = AsyncMock(return_value=SampledBatch(groups, [], SamplingStats()))
+    run.publisher.publish = AsyncMock()
+    policy = run.cluster.policy
+    policy.load_batch = AsyncMock()
+    policy.old_logprobs = AsyncMock(return_value=[{"fresh_tokens": 24.0, "diff_sum": 0.0, "diff_max": 0.0}])
+    policy.update = AsyncMock(return_value=[REPLICA])
+    metrics = asyncio.run(dapo_step(run, 4))
+    asked = [c for c in run.mock_calls if c[0].startswith(("sampler.", "cluster.policy.", "publisher."))]
+    updates = [call.cluster.policy.update(index, 5e-7) for index in range(3)]  # rollout step 4 of a warm-up of 8
+    prepared = [call.sampler.collect(version=3), call.cluster.policy.load_batch(ANY), call.cluster.policy.old_logprobs()]
+    assert asked == [*prepared, *updates, call.publisher.publish(version=4)]
+    assert metrics["optimizer/updates"] == 3 and metrics["optimizer/lr"] == 5e-7
+
+
+def test_skipped_updates_are_counted_and_left_out() -> None:
+    groups = [make_group(0, (True, False), (3, 5))]
+    samples = build_samples(groups, version=3)
+    keys = ("entropy_sum", "prob_sum", "clipped_high", "clipped_low", "dual_clipped", "k1_sum", "k3_sum")
+    good = {**dict.fromkeys(keys, 1.0), "num_tokens": 4.0, "loss_sum": 8.0, "ratio_max": 1.0, "fresh_ratio_error_max": 0.0}
+    good["grad_norm_max"] = 2.0
+    bad = dict.fromkeys(good, float("nan"))
+    drift = [{"fresh_tokens": 8.0, "diff_sum": 0.0, "diff_max": 0.0}]
+    sampled = SampledBatch(groups, [], SamplingStats())
+    metrics = measure_step(sampled, samples, drift, [[bad], [good], [bad]], num_minibatches=4)
+    counts = {name: metrics[f"optimizer/updates{name}"] for name in ("", "_nonfinite", "_skipped")}
+    assert counts == {"": 1, "_nonfinite": 2, "_skipped": 1}
+    assert (metrics["policy/loss"], metrics["policy/entropy"], metrics["optimizer/grad_norm"]) == (2.0, 0.25, 2.0)
+    none = measure_step(sampled, samples, drift, [[bad]], num_minibatches=1)
+    assert none["optimizer/updates"] == 0 and none["optimizer/updates_nonfinite"] == 1 and "policy/loss" not in none
 
 
 def test_nothing_valid_is_no_update() -> None:

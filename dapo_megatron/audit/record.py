@@ -1,0 +1,110 @@
+"""What a step leaves behind so that it can be computed again: weights before, first mini-batch, log-probs, loss, gradients."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from dapo_megatron.algo.objective import merge_stats
+from dapo_megatron.config import Config
+from dapo_megatron.config_io import resolved_yaml
+from dapo_megatron.layout import sizes_text
+from dapo_megatron.records import MicroBatch, Sample
+from dapo_megatron.samples_file import load_samples, save_samples
+from dapo_megatron.weights.hf_folder import HFFolder
+
+Share = list[list[MicroBatch]]
+
+
+class StepTrainer(Protocol):
+    """The trainer ranks, as a step sees them."""
+
+    async def load_batch(self, shares: list[Share]) -> None: ...
+    async def old_logprobs(self) -> list[dict[str, float]]: ...
+    async def update(self, index: int, lr: float) -> list[dict[str, float]]: ...
+
+
+class Trainer(StepTrainer, Protocol):
+    """The trainer ranks, as seen from here."""
+
+    async def token_logprobs(self, index: int) -> list[float]: ...
+    async def export_hf(self, out: str) -> None: ...
+    async def write_gradients(self, out: str) -> None: ...
+
+
+class RecordedTrainer:
+    """Does what `trainer` does and writes down its first mini-batch: `folder` appears when that one's update is done.
+
+    `samples` are that mini-batch's, weights set before load_batch. With `after` the weights after the update are kept as well.
+    """
+
+    def __init__(self, trainer: Trainer, cfg: Config, step: int, folder: Path, samples: Sequence[Sample], after: bool) -> None:
+        self._trainer, self._cfg, self._step, self._samples, self._after = trainer, cfg, step, samples, after
+        self._folder = folder.absolute()
+        self._partial = self._folder.with_name(self._folder.name + ".partial")
+
+    async def load_batch(self, shares: list[Share]) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
+        save_samples(self._partial / "samples.npz", self._samples)
+        await self._trainer.export_hf(str(self._partial / "before"))
+        await self._trainer.load_batch(shares)
+
+    async def old_logprobs(self) -> list[dict[str, float]]:
+        drift = await self._trainer.old_logprobs()
+        np.save(self._partial / "logprobs.npy", np.array(await self._trainer.token_logprobs(0), np.float32))
+        return drift
+
+    async def update(self, index: int, lr: float) -> list[dict[str, float]]:
+        stats = await self._trainer.update(index, lr)
+        if index == 0:
+            await self._trainer.write_gradients(str(self._partial / "gradients"))
+            if self._after:
+                await self._trainer.export_hf(str(self._partial / "after"))
+            self._finish(merge_stats(stats), lr)
+        return stats
+
+    def _finish(self, stats: dict[str, float], lr: float) -> None:
+        found = {
+            "step": self._step,
+            "lr": lr,
+            "layout": sizes_text(self._cfg.parallel),
+            "loss": stats["loss_sum"] / stats["num_tokens"],
+            "num_tokens": stats["num_tokens"],
+            "grad_norm": stats["grad_norm_max"],
+            "config": resolved_yaml(self._cfg),
+        }
+        (self._partial / "record.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._partial.rename(self._folder)
+
+
+@dataclass
+class Record:
+    """A recorded mini-batch, read back. Gradients and weights are read tensor by tensor."""
+
+    facts: dict[str, Any]  # see RecordedTrainer._finish
+    samples: list[Sample]
+    logprobs: list[np.ndarray]  # float32 [L] of each response, by the weights before
+    before: HFFolder
+    gradients: HFFolder  # as clipped
+    after: HFFolder | None
+
+    @classmethod
+    def read(cls, folder: Path) -> "Record":
+        """ValueError for a folder that holds no record, or not a whole one."""
+        if not (folder / "record.json").is_file():
+            raise ValueError(f"{folder}: nothing was recorded there; set audit.save_every in the run's configuration")
+        samples = load_samples(folder / "samples.npz")
+        ends = np.cumsum([len(sample.mask) for sample in samples])
+        return cls(
+            facts=json.loads((folder / "record.json").read_text(encoding="utf-8")),
+            samples=samples,
+            logprobs=np.split(np.load(folder / "logprobs.npy"), ends[:-1]),
+            before=HFFolder(folder / "before"),
+            gradients=HFFolder(folder / "gradients"),
+            after=HFFolder(folder / "after") if (folder / "after").exists() else None,
+        )

@@ -1,0 +1,127 @@
+"""`dapo audit`: one mini-batch on the configured layout, on a single rank and by plain transformers; do they agree?"""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dapo_megatron.algo.packing import pack_minibatch_for
+from dapo_megatron.algo.samples import set_weights
+from dapo_megatron.audit.batch import audit_batch, old_logprobs, with_old_logprobs
+from dapo_megatron.audit.compare import Comparison, compare, table
+from dapo_megatron.audit.record import Record, RecordedTrainer
+from dapo_megatron.audit.reference import ReferencePolicy
+from dapo_megatron.audit.shorten import shortened
+from dapo_megatron.cluster.cluster import start_trainer
+from dapo_megatron.config import Config, ParallelConfig
+from dapo_megatron.data.stream import PromptStream
+from dapo_megatron.layout import sizes_text
+from dapo_megatron.records import Sample
+from dapo_megatron.weights.source import resolve_model
+
+# An update must be visible in the weights' dtype: with a real run's 1e-6 none would be in bf16.
+UPDATE_LR = 1e-2
+
+
+def audit_config(cfg: Config, stream: PromptStream, decode: Callable[[Sequence[int]], str]) -> int:
+    """Before a run; returns 0 if everything is within the tolerances, else 1. Writes RUN/audit/before.json."""
+    folder = Path(cfg.run.dir).expanduser() / cfg.run.name / "audit"
+    work = folder / "before"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    model_dir = resolve_model(cfg.model)
+    if cfg.audit.num_layers:
+        model_dir = shortened(model_dir, cfg.audit.num_layers, work / "model")
+    samples = audit_batch(cfg, stream)
+    set_weights(samples, cfg.algorithm.aggregation, cfg.audit.max_tokens)
+    _say(f"{len(samples)} sequences, {sum(s.num_valid for s in samples)} response tokens, {model_dir}")
+    reference = _Reference(cfg, model_dir)
+    samples = with_old_logprobs(samples, reference.policy.logprobs(samples))
+    return _judge(
+        cfg,
+        reference,
+        samples,
+        {
+            f"layout {sizes_text(cfg.parallel)}": _compute(cfg, model_dir, samples, work / "layout"),
+            "single rank": _compute(_single_rank(cfg), model_dir, samples, work / "single"),
+        },
+        folder / "before.json",
+        decode,
+    )
+
+
+def audit_step(cfg: Config, run_dir: Path, step: int, decode: Callable[[Sequence[int]], str]) -> int:
+    """A step that the run has recorded (audit.save_every), computed again. Writes RUN/audit/step_NNNNNN.json."""
+    folder = run_dir / "audit" / f"step_{step:06d}"
+    if not folder.is_dir():
+        there = sorted(int(f.name.removeprefix("step_")) for f in folder.parent.glob("step_[0-9]*") if f.is_dir())
+        recorded = f"recorded are {', '.join(map(str, there))}" if there else "none is recorded: set audit.save_every"
+        raise ValueError(f"--step {step}: {run_dir} has no record of it; {recorded}")
+    record = Record.read(folder)
+    work = folder / "again"
+    shutil.rmtree(work, ignore_errors=True)
+    _say(f"step {step}: {len(record.samples)} samples of its first mini-batch")
+    single = _compute(_single_rank(cfg), folder / "before", record.samples, work, lr=record.facts["lr"], after=False)
+    computed = {f"as recorded, {record.facts['layout']}": record, "single rank": single}
+    reference = _Reference(cfg, folder / "before")
+    return _judge(cfg, reference, record.samples, computed, folder.with_suffix(".json"), decode)
+
+
+class _Reference:
+    def __init__(self, cfg: Config, model_dir: Path) -> None:
+        _say("plain transformers in fp64 ...")
+        self.policy = ReferencePolicy(model_dir, cfg.algorithm, cfg.rollout.temperature)
+
+
+def _judge(
+    cfg: Config,
+    reference: _Reference,
+    samples: Sequence[Sample],
+    computed: dict[str, Record],
+    report: Path,
+    decode: Callable[[Sequence[int]], str],
+) -> int:
+    _say("loss and gradients by plain transformers in fp64 ...")
+    step = reference.policy.step(samples, old_logprobs(samples, reference.policy.logprobs(samples)))
+    comparisons = [compare(title, record, step, cfg.optimizer, cfg.model.dtype) for title, record in computed.items()]
+    for comparison in comparisons:
+        print(table(comparison, lambda token: decode([token])))
+    _write(report, cfg, comparisons)
+    ok = all(comparison.ok for comparison in comparisons)
+    print(f"{'all equal' if ok else 'DIFFERENT'} ({cfg.model.dtype}, reference: transformers in fp64); every figure: {report}")
+    return 0 if ok else 1
+
+
+def _compute(
+    cfg: Config, model_dir: Path, samples: Sequence[Sample], folder: Path, lr: float = UPDATE_LR, after: bool = True
+) -> Record:
+    """Loss, gradients and one update on the layout of `cfg`."""
+    _say(f"Megatron on {cfg.world_size} rank(s) ...")
+
+    async def step() -> None:
+        with start_trainer(cfg, model_dir, folder.parent) as trainer:
+            recorded = RecordedTrainer(trainer, cfg, 0, folder, samples, after)
+            shares = pack_minibatch_for(cfg.parallel, samples)
+            await recorded.load_batch([[share] for share in shares])
+            await recorded.old_logprobs()
+            await recorded.update(0, lr)
+
+    asyncio.run(step())
+    return Record.read(folder)
+
+
+def _single_rank(cfg: Config) -> Config:
+    p = cfg.parallel
+    alone = ParallelConfig(max_tokens_per_microbatch=p.max_tokens_per_microbatch, logprob_chunk_tokens=p.logprob_chunk_tokens)
+    return replace(cfg, parallel=alone)
+
+
+def _write(path: Path, cfg: Config, comparisons: Sequence[Comparison]) -> None:
+    found = {"dtype": cfg.model.dtype, "comparisons": [comparison.as_dict() for comparison in comparisons]}
+    path.write_text(json.dumps(found, indent=2), encoding="utf-8")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)

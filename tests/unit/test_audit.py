@@ -1,0 +1,169 @@
+"""What an audit compares, what it says, and its batch."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dapo_megatron.audit.batch import audit_batch, old_logprobs, with_old_logprobs
+from dapo_megatron.audit.compare import TOLERANCES, compare, table
+from dapo_megatron.audit.record import Record
+from dapo_megatron.audit.reference import ReferencePolicy, ReferenceStep, clip_scale
+from dapo_megatron.audit.shorten import shortened
+from dapo_megatron.config import AlgorithmConfig, Config, OptimizerConfig
+from dapo_megatron.samples_file import save_samples
+from tests.distributed.harness import make_model, make_samples
+
+SETTINGS = OptimizerConfig(weight_decay=0.1, clip_grad=0.5, eps=1e-8)
+LR = 1e-2
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("qwen3_untied", tmp_path_factory.mktemp("audit") / "model")
+
+
+def write(folder: Path, source: Path, tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text((source / "config.json").read_text())
+    save_file({name: t.float().contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.fixture
+def recorded(model_dir: Path, tmp_path: Path) -> tuple[Path, ReferenceStep]:
+    """A record without a fault: made of the reference's own values, in fp32."""
+    samples = make_samples()
+    for sample in samples:
+        sample.weights = sample.mask / sum(s.num_valid for s in samples)
+    policy = ReferencePolicy(model_dir, AlgorithmConfig(), 1.0)
+    step = policy.step(samples, policy.logprobs(samples))
+    folder = tmp_path / "step_000001"
+    before = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    policy.update(step, LR, SETTINGS)
+    scale = clip_scale(step.grad_norm, SETTINGS.clip_grad)
+    write(folder / "before", model_dir, before)
+    write(folder / "after", model_dir, policy.weights())
+    write(folder / "gradients", model_dir, {name: g * scale for name, g in step.gradients.items()})
+    save_samples(folder / "samples.npz", samples)
+    np.save(folder / "logprobs.npy", np.concatenate(step.logprobs).astype(np.float32))
+    facts = {"step": 1, "lr": LR, "layout": "tp 1", "loss": step.loss, "grad_norm": step.grad_norm}
+    (folder / "record.json").write_text(json.dumps(facts))
+    return folder, step
+
+
+def comparison(folder: Path, step: ReferenceStep) -> Any:
+    return compare("here", Record.read(folder), step, SETTINGS, "float32")
+
+
+def change(folder: Path, name: str, function: Any) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = function(tensors[name])
+    save_file(tensors, folder / "model.safetensors")
+
+
+def off(result: Any) -> list[tuple[str, str]]:
+    return [(d.what, d.name) for d in result.differences if not d.ok]
+
+
+def test_equal_values_pass(recorded: tuple[Path, ReferenceStep]) -> None:
+    result = comparison(*recorded)
+    assert result.ok and result.first_token is None and off(result) == []
+    assert {d.what for d in result.differences} == set(TOLERANCES["float32"])
+    assert "equal within the tolerances" in table(result, str)
+    json.dumps(result.as_dict())
+
+
+KEY = "model.layers.2.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize("factor", [0.999, 2.0, float("nan")])
+def test_a_gradient_that_is_off_is_named(recorded: tuple[Path, ReferenceStep], factor: float) -> None:
+    folder, step = recorded
+    change(folder / "gradients", KEY, lambda g: g * factor)
+    result = comparison(folder, step)
+    assert not result.ok and ("gradient", KEY) in off(result)
+    lines = table(result, str).splitlines()
+    assert any("OFF" in line and KEY in line for line in lines) and lines[-1].endswith("DIFFERENT")
+    gradients = next(line for line in lines if line.strip().startswith("gradient"))
+    assert KEY in gradients  # the largest one comes first, nan too
+
+
+def test_an_update_that_is_off_is_named(recorded: tuple[Path, ReferenceStep]) -> None:
+    """Weight decay on a norm, as when a parameter is in the wrong group."""
+    folder, step = recorded
+    change(folder / "after", "model.norm.weight", lambda w: w - LR * SETTINGS.weight_decay * w)
+    assert off(comparison(folder, step)) == [("update", "model.norm.weight")]
+
+
+@pytest.mark.parametrize(("fact", "what"), [("loss", "loss"), ("grad_norm", "grad norm")])
+def test_a_figure_that_is_off_is_named(recorded: tuple[Path, ReferenceStep], fact: str, what: str) -> None:
+    folder, step = recorded
+    facts = json.loads((folder / "record.json").read_text())
+    (folder / "record.json").write_text(json.dumps({**facts, fact: facts[fact] * 1.01}))
+    assert off(comparison(folder, step)) == [(what, "")]
+
+
+@pytest.mark.parametrize("value", [0.3, float("nan")])
+def test_the_first_token_that_is_off_is_found(recorded: tuple[Path, ReferenceStep], value: float) -> None:
+    folder, step = recorded
+    lengths = [len(values) for values in step.logprobs]
+    logprobs = np.load(folder / "logprobs.npy")
+    place = sum(lengths[:3]) + 4
+    logprobs[place:] += value
+    np.save(folder / "logprobs.npy", logprobs)
+    result = comparison(folder, step)
+    token = result.first_token
+    assert (token.sample, token.place) == (3, 4) and off(result) == [("logprob", "")]
+    assert token.token_id == make_samples()[3].token_ids[make_samples()[3].prompt_len + 4]
+    assert "place 4 of response 3" in table(result, str)
+
+
+def test_a_parameter_on_one_side_only_is_named(recorded: tuple[Path, ReferenceStep]) -> None:
+    folder, step = recorded
+    gradients = {name: g for name, g in step.gradients.items() if name != KEY}
+    with pytest.raises(ValueError, match=rf"1 parameters are on one side only: {KEY}"):
+        comparison(folder, replace(step, gradients=gradients))
+
+
+def test_no_record(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nothing was recorded there; set audit\.save_every"):
+        Record.read(tmp_path)
+
+
+class Stream:
+    """Prompts of growing length."""
+
+    def at(self, index: int) -> Any:
+        return type("Prompt", (), {"token_ids": tuple(range(10 * index, 12 * index + 3))})
+
+
+def test_audit_batch_is_uneven_and_repeats() -> None:
+    cfg = Config()
+    cfg.audit.sequences, cfg.audit.max_tokens = 12, 40
+    first, second = (audit_batch(cfg, Stream()) for _ in range(2))  # type: ignore[arg-type]
+    assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, second, strict=True))
+    lengths = [len(sample.mask) for sample in first]
+    assert min(lengths) == 1 and max(lengths) == 20 and max(len(s.token_ids) for s in first) <= 40
+    assert sum(s.num_valid == 0 for s in first) == 1
+    own = [np.full(n, -2.0) for n in lengths]
+    filled = with_old_logprobs(first, own)
+    old = old_logprobs(filled, own)
+    for sample, noise, before in zip(filled, first, old, strict=True):
+        np.testing.assert_allclose(sample.rollout_logprobs, noise.rollout_logprobs - 2, rtol=1e-6)
+        assert np.array_equal(before == -2.0, ~sample.stale)
+
+
+def test_shortened_model_is_the_first_layers(model_dir: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = shortened(model_dir, 2, tmp_path / "short")
+    short, whole = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (out, model_dir))
+    weights = dict(whole.named_parameters())
+    assert len(short.model.layers) == 2 and all(torch.equal(p, weights[n]) for n, p in short.named_parameters())
+    with pytest.raises(ValueError, match=r"audit\.num_layers: 9 is more than the model's 4"):
+        shortened(model_dir, 9, tmp_path / "long")
