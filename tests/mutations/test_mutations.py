@@ -1,0 +1,69 @@
+"""Proof that the tests see the faults that matter: with one of them put into a copy of the package, the suite turns red.
+
+A mutation that no test notices fails here, and so does one that can't be applied any more: the table then has to follow.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.mutations.table import MUTATIONS, Mutation
+
+# The installed package is the one under test, so what is imported is checked: an unpatched copy would prove nothing.
+_CONFTEST = """
+from pathlib import Path
+import dapo_megatron
+assert Path(dapo_megatron.__file__).resolve().is_relative_to(Path(__file__).resolve().parent), dapo_megatron.__file__
+"""
+TIMEOUT_S = 240  # longer than the ranks of a distributed test wait for each other
+
+
+def patched(root: Path, mutation: Mutation) -> str:
+    """The mutated file's text. AssertionError unless the old text is there exactly once."""
+    text = (root / mutation.file).read_text(encoding="utf-8")
+    assert text.count(mutation.old) == 1, f"{mutation.file} has {mutation.old!r} {text.count(mutation.old)} times, not once"
+    return text.replace(mutation.old, mutation.new)
+
+
+def failure(copy: Path, test: str) -> str:
+    """Runs one test of the copy, which has to fail in its own assertions: not when it is set up, collected or imported."""
+    report = copy / "report.xml"
+    options = ["-q", "-x", "-m", "", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    env = {**os.environ, "PYTHONPATH": str(copy)}  # for the processes that the test starts
+    env.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", test, *options], cwd=copy, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    output = done.stdout[-5000:] + done.stderr[-2000:]
+    assert done.returncode != 0, f"no test noticed: {test} is green\n{output}"
+    assert done.returncode == 1, f"pytest ended with {done.returncode}, so {test} was not run: does it exist?\n{output}"
+    found = ElementTree.parse(report).findall(".//testcase/failure")
+    assert len(found) == 1, f"{test} was not run to its assertions\n{output}"
+    # the failing statement and what pytest says of it, without the statements before it
+    return "\n".join(line for line in (found[0].text or "").splitlines() if line.startswith((">", "E ")))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_the_table_is_up_to_date(root: Path, mutation: Mutation) -> None:
+    compile(patched(root, mutation), mutation.file, "exec")
+    path, name = mutation.test.split("[")[0].split("::")
+    assert f"def {name}(" in (root / path).read_text(encoding="utf-8"), f"{path} has no {name}"
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.slow else ()) for m in MUTATIONS],
+)
+def test_turns_the_suite_red(root: Path, tmp_path: Path, mutation: Mutation) -> None:
+    for name in ("dapo_megatron", "tests", "configs"):
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "mutations"))
+    shutil.copy(root / "pyproject.toml", tmp_path)
+    (tmp_path / "conftest.py").write_text(_CONFTEST, encoding="utf-8")
+    (tmp_path / mutation.file).write_text(patched(root, mutation), encoding="utf-8")
+    told = failure(tmp_path, mutation.test)
+    assert mutation.says in told, f"{mutation.test} fails, but not as it should ({mutation.says!r}):\n{told}"
