@@ -27,6 +27,8 @@ def allocate_moments(part: Any) -> None:
     adam.zero_grad()
     for group, rate in zip(adam.param_groups, rates, strict=True):
         group["lr"] = rate
+        if "step" in group:  # where Transformer Engine's Adam counts
+            group["step"] = 0
     for state in adam.state.values():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"].zero_()
