@@ -22,9 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         dry_run = getattr(args, "dry_run", False)
         if "step" in args:
-            args.config = _config_of_audit(args.config, args.step)
-        config, warnings = load_valid_config(args.config, args.overrides, dry_run=dry_run)
-        _print_warnings(warnings)
+            args.run_dir, args.config = Path(args.config), _config_of_audit(args.config, args.step)
+        stands_alone = getattr(args, "step", None) is not None  # a recorded step has all that it needs, wherever it is now
+        config, warnings = load_valid_config(args.config, args.overrides, dry_run=dry_run or stands_alone)
+        _print_warnings([] if stands_alone else warnings)
         _check_resume(getattr(args, "resume", "auto"), dry_run)
         return int(args.run(config, args))
     except ConfigError as error:
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"  {problem}", file=sys.stderr)
         return 2
     except (ValueError, RuntimeError, OSError) as error:
-        where = _keep_traceback(config) if config else ""
+        where = _keep_traceback(config, args) if config else ""
         print(f"dapo: {' '.join(str(error).split()) or type(error).__name__}{where}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except Exception as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        where = _keep_traceback(config)
+        where = _keep_traceback(config, args)
         print(f"dapo: {what}; this is a fault of dapo_megatron, please report it{where}", file=sys.stderr)
         return 1
 
@@ -110,24 +111,29 @@ def _train(config: Config, args: argparse.Namespace) -> int:
 
 
 def _config_of_audit(path: str, step: int | None) -> str:
-    """A run's folder has the configuration that it ran with."""
-    if Path(path).is_dir():
-        if step is None:
-            raise ConfigError([Problem("--step", None, f"is required with a run's folder ({path}): which step?")])
-        return str(Path(path) / "config.yaml")
-    if step is not None:
-        raise ConfigError([Problem("--step", step, f"needs a run's folder, such as runs/quickstart; {path} is none")])
-    return path
+    """In a run's folder each recorded step has the configuration that it ran with."""
+    if not Path(path).is_dir():
+        if step is not None:
+            raise ConfigError([Problem("--step", step, f"needs a run's folder, such as runs/quickstart; {path} is none")])
+        return path
+    names = (folder.name.removeprefix("step_") for folder in Path(path).glob("audit/step_*") if folder.is_dir())
+    recorded = sorted(int(name) for name in names if name.isdigit())  # others are being written, or were when a run was killed
+    there = f"recorded are {', '.join(map(str, recorded))}" if recorded else "none is recorded: set audit.save_every for a run"
+    if step is None:
+        raise ConfigError([Problem("--step", None, f"is required with a run's folder: which step? In {path} {there}")])
+    if step not in recorded:
+        raise ConfigError([Problem("--step", step, f"{path} has no record of it; {there}")])
+    return str(Path(path) / "audit" / f"step_{step:06d}" / "config.yaml")
 
 
 def _audit(config: Config, args: argparse.Namespace) -> int:
     from dapo_megatron.audit.run import audit_config, audit_step
     from dapo_megatron.setup import prepare
 
+    if args.step is not None:
+        return audit_step(config, args.run_dir, args.step)
     prepared = prepare(config)
-    if args.step is None:
-        return audit_config(config, prepared.stream, prepared.decode)
-    return audit_step(config, Path(args.config).parent, args.step, prepared.decode)
+    return audit_config(config, prepared.stream, prepared.decode)
 
 
 def _data(config: Config, args: argparse.Namespace) -> int:
@@ -150,12 +156,15 @@ def _print_warnings(problems: Sequence[Problem]) -> None:
         print(f"warning: {where}{problem}", file=sys.stderr)
 
 
-def _keep_traceback(config: Config | None) -> str:
+def _keep_traceback(config: Config | None, args: argparse.Namespace) -> str:
     """Write the current traceback into the run's folder; says where, or prints it if that can't be."""
     if config is None:
         traceback.print_exc()
         return ""
-    log = Path(config.run.dir).expanduser() / config.run.name / "error.log"
+    folder = Path(config.run.dir).expanduser() / config.run.name
+    if args.run is _audit:  # the run may go on meanwhile, or have been moved since it recorded the step
+        folder = (folder if args.step is None else args.run_dir) / "audit"
+    log = folder / "error.log"
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(traceback.format_exc(), encoding="utf-8")

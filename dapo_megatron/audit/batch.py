@@ -1,4 +1,4 @@
-"""The small batch that `dapo audit CONFIG` computes: the run's own prompts, answered with pieces of other prompts."""
+"""The small batch that `dapo audit CONFIG` computes: the run's own prompts, their ends taken for responses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,36 +10,41 @@ from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.records import Sample
 
 GROUP_SIZE = 3
+# Old minus new log-prob of stale tokens: within the clips, and far outside on both sides. Nothing is near a clip's edge, where
+# rounding would decide whether a token has a gradient at all.
+STALENESS = (-1.5, -0.1, 0.1, 1.5)
 
 
 def audit_batch(cfg: Config, stream: PromptStream) -> list[Sample]:
-    """audit.sequences samples of at most audit.max_tokens tokens, the same for every layout.
+    """At most audit.sequences samples of at most audit.max_tokens tokens, the same for every layout.
 
-    Responses are as uneven as real ones: from one token up to as long as fits, one of them masked. What they say doesn't
-    matter, but it is text that a model has some idea of. `rollout_logprobs` are noise around 0 at the stale half of the tokens,
-    to be added to a policy's log-probs (with_old_logprobs), so that the ratio is not 1 and the clips act.
+    A prompt's own last tokens are the response: text that a model finds likely, so that bf16 rounds it little. Responses are as
+    uneven as real ones, from one token up to half of the sequence, one of them masked. `rollout_logprobs` are STALENESS at the
+    stale quarter of the tokens, to be added to a policy's log-probs (with_old_logprobs), so that the clips act. ValueError if
+    no prompt is long enough.
     """
     rng = np.random.default_rng(cfg.run.seed)
-    limit = cfg.audit.max_tokens
-    prompts = [np.array(stream.at(i).token_ids, np.int32)[-(limit // 2) :] for i in range(cfg.audit.sequences)]
-    text = np.concatenate(prompts)
-    lengths = np.geomspace(1, limit // 2, cfg.audit.sequences).round().astype(int)
+    lengths = np.geomspace(1, cfg.audit.max_tokens // 2, cfg.audit.sequences).round().astype(int)
     samples = []
-    for i, prompt in enumerate(prompts):
-        start = int(rng.integers(0, len(text)))
-        length = int(lengths[i])
+    for i, wanted in enumerate(lengths):
+        tokens = np.array(stream.at(i).token_ids, np.int32)[: cfg.audit.max_tokens]
+        length = min(int(wanted), len(tokens) - 1)
+        if length < 1:
+            continue
         samples.append(
             Sample(
-                token_ids=np.concatenate([prompt, np.take(text, range(start, start + length), mode="wrap")]).astype(np.int32),
-                prompt_len=len(prompt),
-                rollout_logprobs=rng.normal(0, 0.5, length).astype(np.float32),
-                stale=rng.random(length) < 0.5,
+                token_ids=tokens,
+                prompt_len=len(tokens) - length,
+                rollout_logprobs=rng.choice(STALENESS, length).astype(np.float32),
+                stale=rng.random(length) < 0.25,
                 mask=np.full(length, i != cfg.audit.sequences // 2),
-                advantages=np.full(length, rng.normal(), np.float32),
+                advantages=np.full(length, rng.uniform(0.5, 1.5) * (-0.5 if i % 4 == 3 else 1.0), np.float32),
                 weights=np.zeros(length),
                 group=i // GROUP_SIZE,
             )
         )
+    if not any(sample.num_valid for sample in samples):
+        raise ValueError("data.train.path: its prompts have one token each, which leaves nothing to audit; use other prompts")
     return samples
 
 

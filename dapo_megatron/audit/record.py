@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +76,9 @@ class RecordedTrainer:
             "loss": stats["loss_sum"] / stats["num_tokens"],
             "num_tokens": stats["num_tokens"],
             "grad_norm": stats["grad_norm_max"],
-            "config": resolved_yaml(self._cfg),
         }
+        # the run's own may have changed by the time of the audit: it can be resumed with other settings
+        (self._partial / "config.yaml").write_text(resolved_yaml(self._cfg), encoding="utf-8")
         (self._partial / "record.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
         shutil.rmtree(self._folder, ignore_errors=True)
         self._partial.rename(self._folder)
@@ -96,15 +98,26 @@ class Record:
     @classmethod
     def read(cls, folder: Path) -> "Record":
         """ValueError for a folder that holds no record, or not a whole one."""
-        if not (folder / "record.json").is_file():
+        if not folder.is_dir():
             raise ValueError(f"{folder}: nothing was recorded there; set audit.save_every in the run's configuration")
-        samples = load_samples(folder / "samples.npz")
-        ends = np.cumsum([len(sample.mask) for sample in samples])
-        return cls(
-            facts=json.loads((folder / "record.json").read_text(encoding="utf-8")),
-            samples=samples,
-            logprobs=np.split(np.load(folder / "logprobs.npy"), ends[:-1]),
-            before=HFFolder(folder / "before"),
-            gradients=HFFolder(folder / "gradients"),
-            after=HFFolder(folder / "after") if (folder / "after").exists() else None,
-        )
+        try:
+            facts = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+            samples = load_samples(folder / "samples.npz")
+            ends = np.cumsum([len(sample.mask) for sample in samples])
+            logprobs = np.load(folder / "logprobs.npy")
+            if missing := {"step", "lr", "layout", "loss", "grad_norm"} - facts.keys():
+                raise ValueError(f"record.json has no {', '.join(sorted(missing))}")
+            if len(logprobs) != ends[-1]:
+                raise ValueError(f"logprobs.npy has {len(logprobs)} log-probs for {ends[-1]} response tokens")
+            return cls(
+                facts=facts,
+                samples=samples,
+                logprobs=np.split(logprobs, ends[:-1]),
+                before=HFFolder(folder / "before"),
+                gradients=HFFolder(folder / "gradients"),
+                after=HFFolder(folder / "after") if (folder / "after").exists() else None,
+            )
+        except (OSError, ValueError, EOFError, zlib.error) as error:
+            raise ValueError(
+                f"{folder}: the record is damaged ({error}); restore it from a copy or take another step"
+            ) from error

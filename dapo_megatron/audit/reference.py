@@ -25,12 +25,20 @@ class ReferenceStep:
 
 
 class ReferencePolicy:
-    """An HF folder's model with transformers' eager attention, and AdamW on it. Raises whatever transformers raises."""
+    """An HF folder's model with transformers' eager attention, and AdamW on it. Its weights begin as those of a policy in
+    `dtype`. Raises whatever transformers raises."""
 
-    def __init__(self, model_dir: str | Path, algorithm: AlgorithmConfig, temperature: float) -> None:
+    def __init__(
+        self, model_dir: str | Path, algorithm: AlgorithmConfig, temperature: float, dtype: torch.dtype = torch.float32
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="eager")
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.copy_(param.to(dtype))
+        # transformers gives the pad token's embedding no gradient, though for chat models it is one that prompts are full of
+        self.model.get_input_embeddings().padding_idx = None  # type: ignore[assignment]
         self.algorithm, self.temperature = algorithm, temperature
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
         self._num_updates = 0

@@ -10,7 +10,14 @@ from safetensors.torch import load_file
 
 from tests.distributed.harness import MODELS, RankPool, make_config, make_samples, pack
 
-LAYOUTS = {"one rank": {}, "tp2 sp": {"tp": 2, "sequence_parallel": True}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
+LAYOUTS = {
+    "one rank": {},
+    "tp2 sp": {"tp": 2, "sequence_parallel": True},
+    "pp2": {"pp": 2},
+    "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "cp2": {"cp": 2},
+    "dp2": {"dp": 2},
+}
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -77,10 +84,19 @@ def test_resume_is_bit_for_bit(ranks: RankPool, models: dict[str, Path], tmp_pat
     assert any(not torch.equal(whole[name], half[name]) for name in whole)
 
 
-def test_resume_on_another_layout(ranks: RankPool, models: dict[str, Path], tmp_path: Path) -> None:
-    """TP2 + SP to PP2, fp32: equal up to rounding; one Adam step moves a weight by at most about lr."""
+OTHER_LAYOUTS = {
+    "tp2 sp to pp2": ({"tp": 2, "sequence_parallel": True}, {"pp": 2}),
+    "tp2 sp to pp2 vpp2": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "vpp": 2}),
+    "pp2 vpp2 to cp2": ({"pp": 2, "vpp": 2}, {"cp": 2}),
+    "cp2 to dp2": ({"cp": 2}, {"dp": 2}),
+}
+
+
+@pytest.mark.parametrize("change", OTHER_LAYOUTS)
+def test_resume_on_another_layout(ranks: RankPool, models: dict[str, Path], tmp_path: Path, change: str) -> None:
+    """fp32: equal up to rounding; one Adam step moves a weight by at most about lr."""
     model, lr = models["llama_tied"], 1e-3
-    from_cfg, to_cfg = make_config(tp=2, sequence_parallel=True), make_config(pp=2)
+    from_cfg, to_cfg = (make_config(**layout) for layout in OTHER_LAYOUTS[change])
     whole = run_steps(ranks, model, from_cfg, 3, tmp_path)
     run_steps(ranks, model, from_cfg, 2, tmp_path, save=str(tmp_path / "checkpoint"))
     resumed = run_steps(ranks, model, to_cfg, 1, tmp_path, load=str(tmp_path / "checkpoint"))

@@ -36,15 +36,19 @@ def test_after_a_run(root: Path, tmp_path: Path) -> None:
     run = CliRun(root, tmp_path, *settings)
     run.finish()
     assert [f.name for f in (run.folder / "audit").iterdir()] == ["step_000002"]
-    code, output = audit(str(run.folder), "--step", "2")
+    # moved, resumed with other settings, its data gone: a record stands by itself
+    folder = run.folder.rename(tmp_path / "moved")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("temperature: 1.0", "temperature: 0.5"))
+    code, output = audit(str(folder), "--step", "2", "data.train.path=gone.jsonl")
     assert code == 0 and "all equal (float32" in output, output
     assert "as recorded, tp 2 x pp 1 x dp 1, sequence parallel" in output
 
-    gradients = run.folder / "audit/step_000002/gradients/model.safetensors"
+    gradients = folder / "audit/step_000002/gradients/model.safetensors"
     tensors = load_file(gradients)
     tensors["model.norm.weight"] *= 1.01
     save_file(tensors, gradients)
-    code, output = audit(str(run.folder), "--step", "2")
+    code, output = audit(str(folder), "--step", "2")
     assert code == 1 and "DIFFERENT" in output and "OFF model.norm.weight" in output, output
-    code, output = audit(str(run.folder), "--step", "1")
-    assert code == 1 and "--step 1" in output and "recorded are 2" in output
+    code, output = audit(str(folder), "--step", "1")
+    assert code == 2 and "--step = 1" in output and "recorded are 2" in output

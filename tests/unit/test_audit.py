@@ -1,8 +1,10 @@
 """What an audit compares, what it says, and its batch."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -81,6 +83,18 @@ def test_equal_values_pass(recorded: tuple[Path, ReferenceStep]) -> None:
 KEY = "model.layers.2.self_attn.k_proj.weight"
 
 
+def test_a_layout_is_judged_by_the_single_rank(recorded: tuple[Path, ReferenceStep]) -> None:
+    """bf16: a third of a gradient missing is over its limit, though elsewhere rounding may be as much."""
+    folder, step = recorded
+    change(folder / "gradients", "model.norm.weight", lambda g: 0.7 * g)
+    rounded = compare("single", Record.read(folder), step, SETTINGS, "bfloat16")
+    assert rounded.ok
+    assert compare("layout", Record.read(folder), step, SETTINGS, "bfloat16", rounded).ok
+    change(folder / "gradients", KEY, lambda g: 0.7 * g)
+    result = compare("layout", Record.read(folder), step, SETTINGS, "bfloat16", rounded)
+    assert off(result) == [("gradient", KEY)]
+
+
 @pytest.mark.parametrize("factor", [0.999, 2.0, float("nan")])
 def test_a_gradient_that_is_off_is_named(recorded: tuple[Path, ReferenceStep], factor: float) -> None:
     folder, step = recorded
@@ -98,6 +112,19 @@ def test_an_update_that_is_off_is_named(recorded: tuple[Path, ReferenceStep]) ->
     folder, step = recorded
     change(folder / "after", "model.norm.weight", lambda w: w - LR * SETTINGS.weight_decay * w)
     assert off(comparison(folder, step)) == [("update", "model.norm.weight")]
+
+
+def test_rounding_the_weights_to_bf16_is_no_difference(recorded: tuple[Path, ReferenceStep]) -> None:
+    folder, step = recorded
+    name = "model.norm.weight"  # around 1, where steps of bf16 are about as large as the update
+    change(folder / "before", name, lambda w: w.bfloat16())
+    master = torch.nn.Parameter(load_file(folder / "before" / "model.safetensors")[name].float())
+    master.grad = load_file(folder / "gradients" / "model.safetensors")[name]
+    torch.optim.AdamW([master], lr=LR, eps=SETTINGS.eps, weight_decay=0.0).step()
+    change(folder / "after", name, lambda _: master.detach().bfloat16())
+    assert off(comparison(folder, step)) == []
+    change(folder / "after", name, lambda w: w - LR)
+    assert off(comparison(folder, step)) == [("update", name)]
 
 
 @pytest.mark.parametrize(("fact", "what"), [("loss", "loss"), ("grad_norm", "grad norm")])
@@ -132,23 +159,75 @@ def test_a_parameter_on_one_side_only_is_named(recorded: tuple[Path, ReferenceSt
 
 def test_no_record(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nothing was recorded there; set audit\.save_every"):
-        Record.read(tmp_path)
+        Record.read(tmp_path / "step_000001")
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("record.json", lambda data: data[:20], ""),
+        ("record.json", lambda _: b'{"step": 1, "lr": 1, "layout": "", "loss": 0}', r"record\.json has no grad_norm"),
+        ("samples.npz", lambda data: data[:-30], r"samples\.npz: not a file of samples"),
+        ("logprobs.npy", lambda data: data[:-4], ""),
+        ("logprobs.npy", lambda data: data[:0], ""),
+        ("before/model.safetensors", lambda data: data[:-4], "unreadable safetensors file"),
+        ("gradients/model.safetensors", None, r"gradients: no \*\.safetensors"),
+    ],
+)
+def test_a_damaged_record_is_refused(recorded: tuple[Path, ReferenceStep], file: str, damage: Any, message: str) -> None:
+    folder, _ = recorded
+    data = (folder / file).read_bytes()
+    (folder / file).unlink()
+    if damage:
+        (folder / file).write_bytes(damage(data))
+    with pytest.raises(ValueError, match=rf"step_000001: the record is damaged .*{message}"):
+        Record.read(folder)
+
+
+def test_missing_logprobs_are_damage(recorded: tuple[Path, ReferenceStep]) -> None:
+    folder, _ = recorded
+    logprobs = np.load(folder / "logprobs.npy")
+    np.save(folder / "logprobs.npy", logprobs[:-1])
+    with pytest.raises(ValueError, match=rf"{len(logprobs) - 1} log-probs for {len(logprobs)} response tokens"):
+        Record.read(folder)
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.01, 1)])
+def test_the_report_says_all_and_only_a_difference_leaves_its_tensors(
+    recorded: tuple[Path, ReferenceStep], tmp_path: Path, capsys: pytest.CaptureFixture[str], factor: float, code: int
+) -> None:
+    from dapo_megatron.audit.run import _judge
+
+    folder, step = recorded
+    change(folder / "gradients", KEY, lambda g: g * factor)
+    record, cfg = Record.read(folder), Config(optimizer=SETTINGS)
+    cfg.model.dtype = "float32"
+    policy = SimpleNamespace(logprobs=lambda _: step.logprobs, step=lambda *_: step)
+    reference: Any = SimpleNamespace(policy=policy)
+    work, report = tmp_path / "work", tmp_path / "report.json"
+    work.mkdir()
+    assert _judge(cfg, reference, record, record, "here", report, str, work) == code
+    out, found = capsys.readouterr().out, json.loads(report.read_text())
+    assert work.exists() == (code == 1) == (str(work) in out) == (not found["ok"])
+    assert str(report) in out and found["config_hash"] and len(found["comparisons"][0]["differences"]) > len(step.gradients)
 
 
 class Stream:
-    """Prompts of growing length."""
+    """Prompts of growing length, the first of one token."""
 
     def at(self, index: int) -> Any:
-        return type("Prompt", (), {"token_ids": tuple(range(10 * index, 12 * index + 3))})
+        return type("Prompt", (), {"token_ids": tuple(range(100 * index, 100 * index + 1 + 8 * index))})
 
 
 def test_audit_batch_is_uneven_and_repeats() -> None:
     cfg = Config()
     cfg.audit.sequences, cfg.audit.max_tokens = 12, 40
     first, second = (audit_batch(cfg, Stream()) for _ in range(2))  # type: ignore[arg-type]
+    assert len(first) == 11  # a prompt of one token has no response
     assert all(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, second, strict=True))
     lengths = [len(sample.mask) for sample in first]
-    assert min(lengths) == 1 and max(lengths) == 20 and max(len(s.token_ids) for s in first) <= 40
+    assert min(lengths) == 1 and max(lengths) == 20 and max(len(s.token_ids) for s in first) == 40
+    assert all(len(s.token_ids) == s.prompt_len + n and s.prompt_len > 0 for s, n in zip(first, lengths, strict=True))
     assert sum(s.num_valid == 0 for s in first) == 1
     own = [np.full(n, -2.0) for n in lengths]
     filled = with_old_logprobs(first, own)
@@ -167,3 +246,26 @@ def test_shortened_model_is_the_first_layers(model_dir: Path, tmp_path: Path) ->
     assert len(short.model.layers) == 2 and all(torch.equal(p, weights[n]) for n, p in short.named_parameters())
     with pytest.raises(ValueError, match=r"audit\.num_layers: 9 is more than the model's 4"):
         shortened(model_dir, 9, tmp_path / "long")
+
+
+def test_reference_gives_every_token_a_gradient(model_dir: Path, tmp_path: Path) -> None:
+    """Also the pad token, which transformers leaves out of the embedding's gradient."""
+    padded = tmp_path / "padded"
+    shutil.copytree(model_dir, padded)
+    samples = make_samples()[:1]
+    samples[0].weights[:] = 1.0
+    token = int(samples[0].token_ids[0])
+    config = json.loads((padded / "config.json").read_text())
+    (padded / "config.json").write_text(json.dumps({**config, "pad_token_id": token}))
+    steps = []
+    for folder in (model_dir, padded):
+        policy = ReferencePolicy(folder, AlgorithmConfig(), 1.0)
+        steps.append(policy.step(samples, policy.logprobs(samples)).gradients["model.embed_tokens.weight"])
+    assert torch.equal(*steps) and steps[0][token].abs().max() > 0
+
+
+def test_reference_begins_with_the_policys_rounded_weights(model_dir: Path) -> None:
+    exact, rounded = (ReferencePolicy(model_dir, AlgorithmConfig(), 1.0, dtype) for dtype in (torch.float32, torch.bfloat16))
+    for name, weight in exact.weights().items():
+        assert torch.equal(rounded.weights()[name], weight.bfloat16().double()) and weight.dtype == torch.float64, name
+    assert any(not torch.equal(w, rounded.weights()[name]) for name, w in exact.weights().items())

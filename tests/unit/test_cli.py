@@ -202,8 +202,8 @@ def test_help_is_quick() -> None:
     ("arguments", "message"),
     [
         (["configs/tiny_cpu.yaml", "--step", "3"], "--step = 3: needs a run's folder, such as runs/quickstart"),
-        (["configs"], "--step: is required with a run's folder"),
-        (["configs", "--step", "3"], "config.yaml"),
+        (["configs"], "--step: is required with a run's folder: which step? In configs none is recorded: set audit.save_every"),
+        (["configs", "--step", "3"], "--step = 3: configs has no record of it; none is recorded: set audit.save_every"),
     ],
 )
 def test_audit_says_what_it_needs(
@@ -212,3 +212,33 @@ def test_audit_says_what_it_needs(
     monkeypatch.chdir(root)
     assert main(["audit", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def recorded_run(folder: Path, *steps: int) -> Path:
+    """A run's folder with records, and with one that a kill has cut short."""
+    for step in steps:
+        record = folder / "audit" / f"step_{step:06d}"
+        record.mkdir(parents=True)
+        (record / "config.yaml").write_text(f"base: {TINY}\nrun: {{dir: elsewhere}}\n", encoding="utf-8")
+    (folder / "audit" / "step_000009.partial").mkdir(parents=True)
+    return folder
+
+
+def test_audit_names_the_steps_that_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded_run(tmp_path / "run", 2, 10)
+    for arguments in ([str(run)], [str(run), "--step", "9"]):
+        assert main(["audit", *arguments]) == 2
+        assert "recorded are 2, 10" in capsys.readouterr().err
+
+
+def test_a_failed_audit_of_a_step_writes_into_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not where the run was when it recorded the step."""
+    run = recorded_run(tmp_path / "run", 2)
+    monkeypatch.chdir(tmp_path)
+    assert main(["audit", str(run), "--step", "2", "data.train.path=gone.jsonl"]) == 1  # the record is empty
+    err = capsys.readouterr().err
+    log = run / "audit" / "error.log"
+    assert "the record is damaged" in err and str(log) in err and err.count("\n") == 1 and log.is_file()
+    assert not (tmp_path / "elsewhere").exists()
