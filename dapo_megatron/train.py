@@ -55,9 +55,9 @@ async def dapo_step(run: Run, step: int) -> dict[str, float]:
         overlong_filter=cfg.reward.overlong.filter,
     )
     minibatches = split_minibatches(samples, cfg.optimizer.prompts_per_minibatch)
-    if minibatches and cfg.audit.save_every and step % cfg.audit.save_every == 0:
+    if cfg.audit.save_every and step % cfg.audit.save_every == 0:
         folder = run.folder.path / "audit" / f"step_{step:06d}"
-        policy = RecordedTrainer(run.cluster.policy, cfg, step, folder, minibatches[0], after=False)
+        policy = RecordedTrainer(run.cluster.policy, cfg, step, folder, minibatches, after=False)
     await policy.load_batch(pack(cfg, minibatches))
     with phase("old_logprobs"):
         drift = await policy.old_logprobs()

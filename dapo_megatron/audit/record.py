@@ -38,30 +38,34 @@ class Trainer(StepTrainer, Protocol):
 
 
 class RecordedTrainer:
-    """Does what `trainer` does and writes down its first mini-batch: `folder` appears when that one's update is done.
+    """Does what `trainer` does and writes down its first mini-batch that is updated with (has a valid token): `folder` appears
+    when that update is done. Weights must be set before load_batch. With `after` the weights after it are kept as well."""
 
-    `samples` are that mini-batch's, weights set before load_batch. With `after` the weights after the update are kept as well.
-    """
-
-    def __init__(self, trainer: Trainer, cfg: Config, step: int, folder: Path, samples: Sequence[Sample], after: bool) -> None:
-        self._trainer, self._cfg, self._step, self._samples, self._after = trainer, cfg, step, samples, after
+    def __init__(
+        self, trainer: Trainer, cfg: Config, step: int, folder: Path, minibatches: Sequence[Sequence[Sample]], after: bool
+    ) -> None:
+        self._trainer, self._cfg, self._step, self._minibatches, self._after = trainer, cfg, step, minibatches, after
+        self._index = next((i for i, samples in enumerate(minibatches) if any(s.num_valid for s in samples)), -1)
         self._folder = folder.absolute()
         self._partial = self._folder.with_name(self._folder.name + ".partial")
 
     async def load_batch(self, shares: list[Share]) -> None:
-        shutil.rmtree(self._partial, ignore_errors=True)
-        save_samples(self._partial / "samples.npz", self._samples)
-        await self._trainer.export_hf(str(self._partial / "before"))
+        if self._index >= 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            save_samples(self._partial / "samples.npz", self._minibatches[self._index])
+            await self._trainer.export_hf(str(self._partial / "before"))
         await self._trainer.load_batch(shares)
 
     async def old_logprobs(self) -> list[dict[str, float]]:
         drift = await self._trainer.old_logprobs()
-        np.save(self._partial / "logprobs.npy", np.array(await self._trainer.token_logprobs(0), np.float32))
+        if self._index >= 0:
+            logprobs = await self._trainer.token_logprobs(self._index)
+            np.save(self._partial / "logprobs.npy", np.array(logprobs, np.float32))
         return drift
 
     async def update(self, index: int, lr: float) -> list[dict[str, float]]:
         stats = await self._trainer.update(index, lr)
-        if index == 0:
+        if index == self._index:
             await self._trainer.write_gradients(str(self._partial / "gradients"))
             if self._after:
                 await self._trainer.export_hf(str(self._partial / "after"))

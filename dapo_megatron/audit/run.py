@@ -113,7 +113,7 @@ def _compute(
 
     async def step() -> None:
         with start_trainer(cfg, model_dir, folder.parent) as trainer:
-            recorded = RecordedTrainer(trainer, cfg, 0, folder, samples, after)
+            recorded = RecordedTrainer(trainer, cfg, 0, folder, [samples], after)
             shares = pack_minibatch_for(cfg.parallel, samples)
             await recorded.load_batch([[share] for share in shares])
             await recorded.old_logprobs()

@@ -1,5 +1,6 @@
 """What an audit compares, what it says, and its batch."""
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -14,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from dapo_megatron.audit.batch import audit_batch, old_logprobs, with_old_logprobs
 from dapo_megatron.audit.compare import TOLERANCES, compare, table
-from dapo_megatron.audit.record import Record
+from dapo_megatron.audit.record import Record, RecordedTrainer
 from dapo_megatron.audit.reference import ReferencePolicy, ReferenceStep, clip_scale
 from dapo_megatron.audit.shorten import shortened
 from dapo_megatron.config import AlgorithmConfig, Config, OptimizerConfig
-from dapo_megatron.samples_file import save_samples
+from dapo_megatron.samples_file import load_samples, save_samples
 from tests.distributed.harness import make_model, make_samples
 
 SETTINGS = OptimizerConfig(weight_decay=0.1, clip_grad=0.5, eps=1e-8)
@@ -269,3 +270,52 @@ def test_reference_begins_with_the_policys_rounded_weights(model_dir: Path) -> N
     for name, weight in exact.weights().items():
         assert torch.equal(rounded.weights()[name], weight.bfloat16().double()) and weight.dtype == torch.float64, name
     assert any(not torch.equal(w, rounded.weights()[name]) for name, w in exact.weights().items())
+
+
+class Trainer:
+    """Writes what it is asked for, and nothing into it."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    async def load_batch(self, shares: list[Any]) -> None: ...
+
+    async def old_logprobs(self) -> list[dict[str, float]]:
+        return []
+
+    async def token_logprobs(self, index: int) -> list[float]:
+        self.asked.append(index)
+        return [-1.0]
+
+    async def update(self, index: int, lr: float) -> list[dict[str, float]]:
+        return [{"loss_sum": 2.0 * index, "num_tokens": 2.0, "grad_norm_max": 1.0}]
+
+    async def export_hf(self, out: str) -> None:
+        Path(out).mkdir()
+
+    write_gradients = export_hf
+
+
+@pytest.mark.parametrize("masked", [(), (0,), (0, 1)])
+def test_the_first_minibatch_with_an_update_is_recorded(tmp_path: Path, masked: tuple[int, ...]) -> None:
+    minibatches = [make_samples(seed=i) for i in range(2)]
+    for number in masked:
+        for sample in minibatches[number]:
+            sample.mask[:] = False
+    trainer, folder = Trainer(), tmp_path / "step_000004"
+    recorded = RecordedTrainer(trainer, Config(), 4, folder, minibatches, after=False)
+
+    async def step() -> None:
+        await recorded.load_batch([])
+        await recorded.old_logprobs()
+        for index in range(2):
+            if index not in masked:
+                await recorded.update(index, 1e-3)
+
+    asyncio.run(step())
+    if len(masked) == 2:
+        assert list(tmp_path.iterdir()) == [] and trainer.asked == []
+    else:
+        assert [path.name for path in tmp_path.iterdir()] == ["step_000004"] and trainer.asked == [len(masked)]
+        assert json.loads((folder / "record.json").read_text())["loss"] == len(masked)
+        assert np.array_equal(load_samples(folder / "samples.npz")[0].token_ids, minibatches[len(masked)][0].token_ids)
