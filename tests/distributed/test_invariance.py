@@ -142,6 +142,45 @@ def test_every_layout_gives_the_same(ranks: RankPool, models: dict[str, Path], l
         worst[layout][name] = max(worst[layout][name], value)
 
 
+def times_computed(rank: int, model_dir: str, cfg: Config, shares: list[Any]) -> tuple[float, float]:
+    """How often an update computes each layer's attention and MLP for each micro-batch."""
+    from megatron.core.transformer.mlp import MLP
+
+    from dapo_megatron.policy.attention import PackedAttention
+    from dapo_megatron.policy.policy import Policy
+
+    policy = Policy(cfg, model_dir)
+    policy.load_batch([shares[0]])
+    policy.old_logprobs()
+    calls = {PackedAttention: 0, MLP: 0}
+
+    def count(module: Any, *_: Any) -> None:
+        for kind in calls:
+            calls[kind] += isinstance(module, kind)
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    policy.update(0, lr=LR)
+    hook.remove()
+    return tuple(number / (policy.shape.num_layers * len(shares[0])) for number in calls.values())  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("recompute", "modules", "expected_times"),
+    [
+        ("none", ["core_attn"], (1, 1)),
+        ("selective", ["core_attn"], (2, 1)),
+        ("selective", ["mlp"], (1, 2)),
+        ("full", ["core_attn"], (2, 2)),
+    ],
+)
+def test_recomputation_computes_again(
+    ranks: RankPool, models: dict[str, Path], recompute: str, modules: list[str], expected_times: tuple[int, int]
+) -> None:
+    cfg = make_config(**BUDGET, parallel__recompute=recompute, parallel__recompute_modules=modules)
+    shares = pack(load_samples(BATCH), cfg)
+    assert ranks.run(times_computed, 1, str(models["llama_tied"]), cfg, shares) == [expected_times]
+
+
 # bf16 with fp32 gradients and master weights; measured at a fifth to a third of this. The clips decide by the ratio, which bf16
 # moves: a token that is clipped here and not there changes the gradient by all it gives.
 BF16 = {"loss": 1e-2, "grads": 0.1, "gradient norm": 0.05, "weights": 5e-3}
