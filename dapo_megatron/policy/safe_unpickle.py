@@ -28,7 +28,7 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # up to torch 2.2
-# What `.metadata` is made of, besides torch's dtypes. Whatever they are called with, none of them runs code of the file's choice.
+# What `.metadata` is made of, besides torch's dtypes. Whatever they are called with, none runs code of the file's choice.
 _ALLOWED = {
     *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
     *((_METADATA, f"{kind}StorageMetadata") for kind in ("Bytes", "Chunk", "Tensor")),
