@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         dry_run = getattr(args, "dry_run", False)
         if "step" in args:
+            _check_overrides_of_audit(args)
             args.run_dir, args.config = Path(args.config), _config_of_audit(args.config, args.step)
         stands_alone = getattr(args, "step", None) is not None  # a recorded step has all that it needs, wherever it is now
         config, warnings = load_valid_config(args.config, args.overrides, dry_run=dry_run or stands_alone)
@@ -124,6 +125,15 @@ def _config_of_audit(path: str, step: int | None) -> str:
     if step not in recorded:
         raise ConfigError([Problem("--step", step, f"{path} has no record of it; {there}")])
     return str(Path(path) / "audit" / f"step_{step:06d}" / "config.yaml")
+
+
+def _check_overrides_of_audit(args: argparse.Namespace) -> None:
+    """A recorded step is computed with what it was computed with; only where that happens may be chosen."""
+    odd = [override for override in args.overrides if not override.startswith("cluster.")]
+    if args.step is not None and odd:
+        raise ConfigError(
+            [Problem(x.partition("=")[0], None, "can't be changed for a recorded step; leave it out") for x in odd]
+        )
 
 
 def _audit(config: Config, args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The small batch that `dapo audit CONFIG` computes: the run's own prompts, their ends taken for responses."""
+"""The small batch that `dapo audit CONFIG` computes: pieces of the run's own prompts, their ends taken for responses."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,25 +16,27 @@ STALENESS = (-1.5, -0.1, 0.1, 1.5)
 
 
 def audit_batch(cfg: Config, stream: PromptStream) -> list[Sample]:
-    """At most audit.sequences samples of at most audit.max_tokens tokens, the same for every layout.
+    """audit.sequences samples of at most audit.max_tokens tokens, the same for every layout.
 
-    A prompt's own last tokens are the response: text that a model finds likely, so that bf16 rounds it little. Responses are as
-    uneven as real ones, from one token up to half of the sequence, one of them masked. `rollout_logprobs` are STALENESS at the
-    stale quarter of the tokens, to be added to a policy's log-probs (with_old_logprobs), so that the clips act. ValueError if
-    no prompt is long enough.
+    A sequence is a prompt, continued with the next ones where it is short, and its last tokens are the response: text that a
+    model finds likely, so that bf16 rounds it little. Responses are as uneven as real ones, from one token up to half of
+    max_tokens, one of them masked. `rollout_logprobs` are STALENESS at the stale quarter of the tokens, to be added to a
+    policy's log-probs (with_old_logprobs), so that the clips act.
     """
     rng = np.random.default_rng(cfg.run.seed)
-    lengths = np.geomspace(1, cfg.audit.max_tokens // 2, cfg.audit.sequences).round().astype(int)
+    half = cfg.audit.max_tokens // 2
     samples = []
-    for i, wanted in enumerate(lengths):
-        tokens = np.array(stream.at(i).token_ids, np.int32)[: cfg.audit.max_tokens]
-        length = min(int(wanted), len(tokens) - 1)
-        if length < 1:
-            continue
+    for i, length in enumerate(np.geomspace(1, half, cfg.audit.sequences).round().astype(int).tolist()):
+        tokens = list(stream.at(i).token_ids)
+        prompt_len = min(len(tokens), half)
+        following = i
+        while len(tokens) < prompt_len + length:
+            following += 1
+            tokens += stream.at(following).token_ids
         samples.append(
             Sample(
-                token_ids=tokens,
-                prompt_len=len(tokens) - length,
+                token_ids=np.array(tokens[: prompt_len + length], np.int32),
+                prompt_len=prompt_len,
                 rollout_logprobs=rng.choice(STALENESS, length).astype(np.float32),
                 stale=rng.random(length) < 0.25,
                 mask=np.full(length, i != cfg.audit.sequences // 2),
@@ -43,8 +45,6 @@ def audit_batch(cfg: Config, stream: PromptStream) -> list[Sample]:
                 group=i // GROUP_SIZE,
             )
         )
-    if not any(sample.num_valid for sample in samples):
-        raise ValueError("data.train.path: its prompts have one token each, which leaves nothing to audit; use other prompts")
     return samples
 
 

@@ -12,10 +12,10 @@ from dapo_megatron.audit.reference import ReferenceStep, clip_scale
 from dapo_megatron.config import OptimizerConfig
 
 # By the dtype of forward and backward. "loss" and "logprob" are absolute, all else relative: "gradient" and "update" for every
-# tensor by norm, "gradients" for all tensors together.
+# tensor by norm, "all grads" for all tensors together.
 TOLERANCES: dict[str, dict[str, float]] = {
-    "float32": {"loss": 1e-5, "logprob": 1e-4, "grad norm": 1e-4, "gradients": 5e-5, "gradient": 1e-4, "update": 1e-3},
-    "bfloat16": {"loss": 2e-2, "logprob": 0.5, "grad norm": 5e-2, "gradients": 0.2, "gradient": 0.5, "update": 5e-2},
+    "float32": {"loss": 1e-5, "logprob": 1e-4, "grad norm": 1e-4, "all grads": 5e-5, "gradient": 1e-4, "update": 1e-3},
+    "bfloat16": {"loss": 2e-2, "logprob": 0.5, "grad norm": 5e-2, "all grads": 0.2, "gradient": 0.5, "update": 5e-2},
 }
 # bf16 rounds a single norm's gradient by a third, as much as some faults of a layout change it. What a tensor may differ by on
 # a layout is therefore this many times what it differs by on a single rank, but at least the tolerance divided by FLOOR.
@@ -96,7 +96,7 @@ def compare(
         if single:
             allowed = max(tolerance["gradient"] / FLOOR, TIMES_SINGLE * alone[name])
             result.differences[-1].tolerance = min(tolerance["gradient"], allowed)
-    add("gradients", _ratio(float(np.linalg.norm(errors)), scale * reference.grad_norm))
+    add("all grads", _ratio(float(np.linalg.norm(errors)), scale * reference.grad_norm))
     if record.after is not None:
         for name in record.gradients.names():
             add("update", _update_difference(record, name, settings), name)

@@ -29,7 +29,11 @@ def ray_session(hide_gpus: bool) -> Iterator[None]:
         options["object_store_memory"] = LOCAL_OBJECT_STORE_BYTES
         options["include_dashboard"] = False
         options["_node_ip_address"] = "127.0.0.1"  # nothing of a local run listens to the network
-    ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
+    except Exception as error:  # Ray raises plain ones too
+        where = "be started on this machine" if address == "local" else f"be joined at RAY_ADDRESS={address}"
+        raise RuntimeError(f"Ray could not {where}: {error}") from error
     try:
         yield
     finally:

@@ -93,6 +93,10 @@ def _model_fits(report: Report, sizes: ModelSizes) -> None:
         if number % report.value(name):
             options = [str(n) for n in range(1, min(number, 64) + 1) if number % n == 0]
             report.add(name, f"doesn't divide the model's {number} {what}; possible: {', '.join(options)}")
+    if c.audit.num_layers > sizes.num_layers:
+        report.add("audit.num_layers", f"the model has {sizes.num_layers} layers; use fewer, or 0 for all")
+    if 0 < sizes.max_positions < c.audit.max_tokens:
+        report.add("audit.max_tokens", f"is more than the model's context of {sizes.max_positions} tokens")
     longest = c.data.max_prompt_tokens + c.rollout.max_response_tokens
     if 0 < sizes.max_positions < longest:
         report.add(

@@ -203,6 +203,9 @@ def test_help_is_quick() -> None:
     [
         (["configs/tiny_cpu.yaml", "--step", "3"], "--step = 3: needs a run's folder, such as runs/quickstart"),
         (["configs"], "--step: is required with a run's folder: which step? In configs none is recorded: set audit.save_every"),
+        (["configs", "--step", "3", "optimizer.lr=1"], "optimizer.lr: can't be changed for a recorded step"),
+        (["configs/tiny_cpu.yaml", "audit.num_layers=9"], "audit.num_layers = 9: the model has 2 layers"),
+        (["configs/tiny_cpu.yaml", "audit.max_tokens=999"], "audit.max_tokens = 999: is more than the model's context of 256"),
         (["configs", "--step", "3"], "--step = 3: configs has no record of it; none is recorded: set audit.save_every"),
     ],
 )
@@ -237,7 +240,7 @@ def test_a_failed_audit_of_a_step_writes_into_its_run(
     """Not where the run was when it recorded the step."""
     run = recorded_run(tmp_path / "run", 2)
     monkeypatch.chdir(tmp_path)
-    assert main(["audit", str(run), "--step", "2", "data.train.path=gone.jsonl"]) == 1  # the record is empty
+    assert main(["audit", str(run), "--step", "2"]) == 1  # the record is empty
     err = capsys.readouterr().err
     log = run / "audit" / "error.log"
     assert "the record is damaged" in err and str(log) in err and err.count("\n") == 1 and log.is_file()
