@@ -1,5 +1,6 @@
 """Small models on disk, a fixed uneven mini-batch, the plain transformers reference, and gloo ranks that run a Policy."""
 
+import gc
 import math
 import multiprocessing as mp
 import os
@@ -134,6 +135,7 @@ def _serve(connection: Any) -> None:
         if torch.distributed.is_initialized():
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
+        gc.collect()  # a process group that anything still refers to keeps its threads, some 60 a job
         connection.send(reply)
 
 
