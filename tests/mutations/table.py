@@ -325,7 +325,7 @@ _LAYOUTS = [
         "    cp = parallel_state.get_context_parallel_world_size()\n"
         "    return loss * cp, torch.tensor(batch.num_valid, dtype=torch.int), stats\n",
         "invariance.py::test_every_layout_gives_the_same[CP2-full recomputation-qwen2_tied]",
-        "relative error 1.00e+00",
+        "gradient norm",  # the gradients themselves are clipped to the same length
     ),
     _distributed(
         "gradients_of_a_rank_not_reduced",
