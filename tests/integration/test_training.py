@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from dapo_megatron.telemetry.metrics import METRICS, read_metrics
-from tests.integration.cli_run import CliRun, assert_same_run, command_lines
+from tests.integration.cli_run import CliRun, command_lines
 
 
 @pytest.fixture(scope="module")
@@ -88,24 +88,6 @@ def test_exported_policy_loads_and_has_learned(learned: CliRun) -> None:
 
 def test_nothing_is_left_running(learned: CliRun) -> None:
     assert learned.survivors() == []
-
-
-def test_killed_and_resumed_equals_one_go(root: Path, tmp_path: Path) -> None:
-    """With the local engine, bit for bit: SIGKILL after 2 of 4 steps, then --resume auto."""
-    settings = ("rollout.engine=local", "run.steps=4", "checkpoint.every=1", "checkpoint.export_hf=true")
-    whole = CliRun(root, tmp_path / "whole", *settings)
-    whole.finish()
-    killed = CliRun(root, tmp_path / "killed", *settings)
-    killed.wait_for_step(2)
-    killed.process.kill()
-    killed.process.communicate(timeout=60)
-    assert killed.survivors() == []
-    assert not (killed.folder / "hf").exists()
-    resumed = CliRun(root, tmp_path / "killed", *settings)
-    assert "resuming after step" in resumed.finish()
-    assert_same_run(whole.folder, resumed.folder)
-    again = CliRun(root, tmp_path / "killed", *settings)
-    assert "all 4 steps are done" in again.finish()
 
 
 @pytest.mark.slow

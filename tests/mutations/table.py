@@ -11,15 +11,14 @@ class Mutation:
     new: str
     test: str  # node id
     says: str  # the reason for the failure: a part of the failing assertion
-    slow: bool
 
 
-def _unit(name: str, file: str, old: str, new: str, test: str, says: str, slow: bool = False) -> Mutation:
-    return Mutation(name, f"dapo_megatron/{file}", old, new, f"tests/unit/test_{test}", says, slow)
+def _unit(name: str, file: str, old: str, new: str, test: str, says: str) -> Mutation:
+    return Mutation(name, f"dapo_megatron/{file}", old, new, f"tests/unit/test_{test}", says)
 
 
 def _distributed(name: str, file: str, old: str, new: str, test: str, says: str) -> Mutation:
-    return Mutation(name, f"dapo_megatron/{file}", old, new, f"tests/distributed/test_{test}", says, slow=True)
+    return Mutation(name, f"dapo_megatron/{file}", old, new, f"tests/distributed/test_{test}", says)
 
 
 _LOSS = [
@@ -94,7 +93,6 @@ _LOSS = [
         "ratio.clamp(1.0 - clip_low, 1.0 + clip_low)",
         "objective.py::test_clips_by_hand[1.5-2.0--2.56-0.0-clipped_high]",
         "assert value == pytest.approx(loss",
-        slow=True,
     ),
     _unit(
         "clipped_ratio_without_the_minimum",
@@ -103,7 +101,6 @@ _LOSS = [
         "torch.maximum(ratio * advantage, ratio.clamp",
         "objective.py::test_clips_by_hand[1.5-2.0--2.56-0.0-clipped_high]",
         "assert value == pytest.approx(loss",
-        slow=True,
     ),
     _unit(
         "masked_nan_reaches_the_loss",
@@ -112,7 +109,6 @@ _LOSS = [
         "new = mask * logprobs.float()",
         "objective.py::test_garbage_at_masked_places_has_no_influence[nan]",
         "assert loss.item() == clean[0]",
-        slow=True,
     ),
     _unit(
         "learning_rate_per_mini_batch",
@@ -140,7 +136,6 @@ _LOGPROBS = [
         "d_logits.to(hidden.dtype)",
         "linear_logprob.py::test_values_and_gradients_fp32[0.6-13]",
         "Tensor-likes are not close",
-        slow=True,
     ),
     _unit(
         "entropy_gradient_without_the_entropy",
@@ -149,7 +144,6 @@ _LOGPROBS = [
         "(finite + 1.0)",
         "linear_logprob.py::test_values_and_gradients_fp32[1.0-13]",
         "Tensor-likes are not close",
-        slow=True,
     ),
     _unit(
         "padding_rows_in_the_softmax",
@@ -158,7 +152,6 @@ _LOGPROBS = [
         "if num_rows < 0:",
         "linear_logprob.py::test_padding_rows_are_outside_the_vocabulary",
         "Tensor-likes are not close",
-        slow=True,
     ),
 ]
 
@@ -279,7 +272,6 @@ _WEIGHTS = [
         "    if expected - present:\n",
         "mapping.py::test_unknown_and_missing_names_are_named",
         "DID NOT RAISE",
-        slow=True,
     ),
     _unit(
         "qkv_not_interleaved_per_group",
@@ -304,7 +296,6 @@ _WEIGHTS = [
         "torch.cat([t.chunk(tp)[rank] for t in reversed(hf)])",
         "mapping.py::test_gate_and_up_are_stacked_within_every_shard",
         "== [2, 3, 12, 13]",
-        slow=True,
     ),
     _unit(
         "padded_vocabulary_rows_exported",
@@ -313,7 +304,6 @@ _WEIGHTS = [
         "torch.cat(list(shards))",
         "mapping.py::test_padded_vocabulary_is_cut_on_the_way_back",
         "assert torch.equal(",
-        slow=True,
     ),
 ]
 

@@ -55,10 +55,8 @@ def test_the_table_is_up_to_date(root: Path, mutation: Mutation) -> None:
     assert f"def {name}(" in (root / path).read_text(encoding="utf-8"), f"{path} has no {name}"
 
 
-@pytest.mark.parametrize(
-    "mutation",
-    [pytest.param(m, id=m.name, marks=pytest.mark.slow if m.slow else ()) for m in MUTATIONS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_turns_the_suite_red(root: Path, tmp_path: Path, mutation: Mutation) -> None:
     for name in ("dapo_megatron", "tests", "configs"):
         shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "mutations"))
