@@ -206,7 +206,9 @@ class EvalConfig:
 class AuditConfig:
     """`dapo audit`: loss and gradients on this layout against a single rank and plain transformers."""
 
-    save_every: int = 0  # rollout steps whose first mini-batch is recorded for `dapo audit RUN --step N`; 0: none
+    # Every so many rollout steps the first mini-batch that is updated with is recorded for `dapo audit RUN --step N`: the
+    # weights before it and its gradients in fp32, which nothing removes later. 0: never.
+    save_every: int = 0
     num_layers: int = 0  # `dapo audit CONFIG` takes the model's first layers only, so that one rank can hold it; 0: all
     sequences: int = 12
     max_tokens: int = 128  # of a sequence, prompt and response

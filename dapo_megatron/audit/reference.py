@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dapo_megatron.config import AlgorithmConfig, OptimizerConfig
+from dapo_megatron.config import AlgorithmConfig
 from dapo_megatron.records import Sample
 
 
@@ -25,8 +25,8 @@ class ReferenceStep:
 
 
 class ReferencePolicy:
-    """An HF folder's model with transformers' eager attention, and AdamW on it. Its weights begin as those of a policy in
-    `dtype`. Raises whatever transformers raises."""
+    """An HF folder's model with transformers' eager attention, its weights rounded to `dtype` as a policy's are. Raises
+    whatever transformers raises."""
 
     def __init__(
         self, model_dir: str | Path, algorithm: AlgorithmConfig, temperature: float, dtype: torch.dtype = torch.float32
@@ -40,8 +40,6 @@ class ReferencePolicy:
         # transformers gives the pad token's embedding no gradient, though for chat models it is one that prompts are full of
         self.model.get_input_embeddings().padding_idx = None  # type: ignore[assignment]
         self.algorithm, self.temperature = algorithm, temperature
-        self._moments: dict[str, tuple[Tensor, Tensor]] = {}
-        self._num_updates = 0
 
     def _logits(self, sample: Sample) -> tuple[Tensor, Tensor]:
         """log softmax [L, vocab] over the response's places, and its tokens [L]."""
@@ -81,26 +79,6 @@ class ReferencePolicy:
         gradients = {name: param.grad.clone() for name, param in self.model.named_parameters()}
         norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
         return ReferenceStep(loss, gradients, norm, logprobs)
-
-    def update(self, step: ReferenceStep, lr: float, settings: OptimizerConfig) -> None:
-        """One AdamW update (arXiv 1711.05101, algorithm 2) with the gradients clipped by their global norm; no weight decay on
-        norms and biases. Written out, since it judges the optimizer."""
-        self._num_updates += 1
-        scale = clip_scale(step.grad_norm, settings.clip_grad)
-        with torch.no_grad():
-            for name, param in self.model.named_parameters():
-                grad = step.gradients[name] * scale
-                m, v = self._moments.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
-                m = settings.beta1 * m + (1 - settings.beta1) * grad
-                v = settings.beta2 * v + (1 - settings.beta2) * grad**2
-                self._moments[name] = (m, v)
-                m_hat = m / (1 - settings.beta1**self._num_updates)
-                v_hat = v / (1 - settings.beta2**self._num_updates)
-                decay = settings.weight_decay if param.ndim > 1 else 0.0
-                param.copy_(param * (1 - lr * decay) - lr * m_hat / (v_hat.sqrt() + settings.eps))
-
-    def weights(self) -> dict[str, Tensor]:
-        return {name: param.detach() for name, param in self.model.named_parameters()}
 
 
 def clip_scale(norm: float, limit: float) -> float:

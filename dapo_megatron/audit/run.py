@@ -41,8 +41,8 @@ def audit_config(cfg: Config, stream: PromptStream, decode: Callable[[Sequence[i
     samples = audit_batch(cfg, stream)
     set_weights(samples, cfg.algorithm.aggregation, cfg.audit.max_tokens)
     _say(f"{len(samples)} sequences, {sum(s.num_valid for s in samples)} response tokens, {model_dir}")
-    reference = _Reference(cfg, model_dir)
-    samples = with_old_logprobs(samples, reference.policy.logprobs(samples))
+    reference = _reference(cfg, model_dir)
+    samples = with_old_logprobs(samples, reference.logprobs(samples))
     layout = _compute(cfg, model_dir, samples, work / "layout")
     single = _compute(_single_rank(cfg), model_dir, samples, work / "single")
     return _judge(cfg, reference, layout, single, f"layout {sizes_text(cfg.parallel)}", folder / "before.json", decode, work)
@@ -59,24 +59,23 @@ def audit_step(cfg: Config, run_dir: Path, step: int) -> int:
     shutil.rmtree(work, ignore_errors=True)
     _say(f"step {step}: {len(record.samples)} samples of its first mini-batch")
     single = _compute(_single_rank(cfg), folder / "before", record.samples, work / "single", lr=record.facts["lr"], after=False)
-    reference = _Reference(cfg, folder / "before")
+    reference = _reference(cfg, folder / "before")
     tokenizer = AutoTokenizer.from_pretrained(folder / "before")
     title, report = f"as recorded, {record.facts['layout']}", folder.with_suffix(".json")
     return _judge(cfg, reference, record, single, title, report, lambda ids: str(tokenizer.decode(list(ids))), work)
 
 
-class _Reference:
-    def __init__(self, cfg: Config, model_dir: Path) -> None:
-        from transformers.utils.logging import disable_progress_bar
+def _reference(cfg: Config, model_dir: Path) -> ReferencePolicy:
+    from transformers.utils.logging import disable_progress_bar
 
-        _say("loading plain transformers in fp64 ...")
-        disable_progress_bar()  # one line a phase is enough, and logs aren't terminals
-        self.policy = ReferencePolicy(model_dir, cfg.algorithm, cfg.rollout.temperature, getattr(torch, cfg.model.dtype))
+    _say("loading plain transformers in fp64 ...")
+    disable_progress_bar()  # one line a phase is enough, and logs aren't terminals
+    return ReferencePolicy(model_dir, cfg.algorithm, cfg.rollout.temperature, getattr(torch, cfg.model.dtype))
 
 
 def _judge(
     cfg: Config,
-    reference: _Reference,
+    reference: ReferencePolicy,
     layout: Record,
     single: Record,
     title: str,
@@ -87,7 +86,7 @@ def _judge(
     """`work` has what was computed, several times the model's size: it is kept only for looking into a difference."""
     _say("loss and gradients by plain transformers in fp64 ...")
     samples = layout.samples
-    step = reference.policy.step(samples, old_logprobs(samples, reference.policy.logprobs(samples)))
+    step = reference.step(samples, old_logprobs(samples, reference.logprobs(samples)))
     judged = partial(compare, reference=step, settings=cfg.optimizer, dtype=cfg.model.dtype)
     alone = judged("single rank", single)
     comparisons = [judged(title, layout, single=alone), alone]

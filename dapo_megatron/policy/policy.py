@@ -59,7 +59,8 @@ class Policy:
             context_parallel_size=parallel.cp,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(cfg.run.seed)
-        pipeline_fixes.install()
+        if parallel.vpp > 1:
+            pipeline_fixes.install()
         folder = HFFolder(model_dir)
         self.shape = ModelShape.from_hf(folder.config)
         self.gpt = model.build_model(cfg, folder.config, self.shape)  # model chunks; one without virtual stages

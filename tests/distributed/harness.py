@@ -16,7 +16,8 @@ import torch
 
 from dapo_megatron.algo.packing import concatenate, pack_minibatch_for
 from dapo_megatron.algo.samples import set_weights
-from dapo_megatron.config import Config, ModelConfig, ParallelConfig
+from dapo_megatron.audit.reference import ReferencePolicy, ReferenceStep, clip_scale
+from dapo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_megatron.records import Sample
 
 JOB_TIMEOUT_S = 120.0
@@ -36,6 +37,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied": dict(model_type="llama", tie_word_embeddings=True, **COMMON),
     "qwen2_tied": dict(model_type="qwen2", tie_word_embeddings=True, **COMMON),
     "qwen3_untied": dict(model_type="qwen3", tie_word_embeddings=False, head_dim=16, **COMMON),
+}
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "TP2+SP": {"tp": 2, "sequence_parallel": True},
+    "PP2": {"pp": 2},
+    "PP2 VPP2": {"pp": 2, "vpp": 2},
+    "DP2": {"dp": 2},
+    "DP4": {"dp": 4},
+    "CP2": {"cp": 2},
+    "TP2xPP2": {"tp": 2, "pp": 2, "sequence_parallel": True},
+    "TP2xCP2": {"tp": 2, "cp": 2, "sequence_parallel": True},
+    "PP2xCP2": {"pp": 2, "cp": 2},
+    "TP2xPP2xDP2": {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True},
+    "TP2": {"tp": 2},
 }
 
 
@@ -107,6 +123,34 @@ def pack_by_number(samples: list[Sample], cfg: Config, per_microbatch: int, pad_
     cut = [range(len(samples))[i : i + per_microbatch] for i in range(0, len(samples), per_microbatch)]
     cut += [range(0)] * (rounds * parallel.dp - len(cut))
     return [[concatenate(samples, part, tail, pad) for part in cut[rank :: parallel.dp]] for rank in range(parallel.dp)]
+
+
+class ReferenceTrainer(ReferencePolicy):
+    """With AdamW (arXiv 1711.05101, algorithm 2), written out, since it judges the optimizer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._num_updates = 0
+
+    def update(self, step: ReferenceStep, lr: float, settings: OptimizerConfig) -> None:
+        """One update, its gradients clipped by their global norm; no weight decay on norms and biases."""
+        self._num_updates += 1
+        scale = clip_scale(step.grad_norm, settings.clip_grad)
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                grad = step.gradients[name] * scale
+                m, v = self._moments.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
+                m = settings.beta1 * m + (1 - settings.beta1) * grad
+                v = settings.beta2 * v + (1 - settings.beta2) * grad**2
+                self._moments[name] = (m, v)
+                m_hat = m / (1 - settings.beta1**self._num_updates)
+                v_hat = v / (1 - settings.beta2**self._num_updates)
+                decay = settings.weight_decay if param.ndim > 1 else 0.0
+                param.copy_(param * (1 - lr * decay) - lr * m_hat / (v_hat.sqrt() + settings.eps))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {name: param.detach() for name, param in self.model.named_parameters()}
 
 
 def free_port() -> int:

@@ -19,23 +19,9 @@ from dapo_megatron.audit.reference import ReferencePolicy, ReferenceStep, clip_s
 from dapo_megatron.config import Config
 from dapo_megatron.records import Sample
 from dapo_megatron.samples_file import load_samples
-from tests.distributed.harness import MODELS, RankPool, make_config, pack, pack_by_number
+from tests.distributed.harness import LAYOUTS, MODELS, RankPool, ReferenceTrainer, make_config, pack, pack_by_number
 from tests.distributed.make_batch import BATCH
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "TP2+SP": {"tp": 2, "sequence_parallel": True},
-    "PP2": {"pp": 2},
-    "PP2 VPP2": {"pp": 2, "vpp": 2},
-    "DP2": {"dp": 2},
-    "DP4": {"dp": 4},
-    "CP2": {"cp": 2},
-    "TP2xPP2": {"tp": 2, "pp": 2, "sequence_parallel": True},
-    "TP2xCP2": {"tp": 2, "cp": 2, "sequence_parallel": True},
-    "PP2xCP2": {"pp": 2, "cp": 2},
-    "TP2xPP2xDP2": {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True},
-    "TP2": {"tp": 2},
-}
 BUDGET = {"parallel__max_tokens_per_microbatch": 40}
 RECOMPUTE_PARTS = {"parallel__recompute": "selective", "parallel__recompute_modules": ["core_attn", "mlp"]}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -92,7 +78,7 @@ def expected(model_dir: Path, aggregation: str, entropy_coef: float) -> tuple[li
     cfg = make_config(**COMMON, algorithm__aggregation=aggregation, algorithm__entropy_coef=entropy_coef)
     samples = load_samples(BATCH)
     set_weights(samples, aggregation, cfg.rollout.max_response_tokens)
-    policy = ReferencePolicy(model_dir, cfg.algorithm, cfg.rollout.temperature)
+    policy = ReferenceTrainer(model_dir, cfg.algorithm, cfg.rollout.temperature)
     old = policy.logprobs(samples)
     for i, sample in enumerate(samples):
         sample.rollout_logprobs = (old[i] + sample.rollout_logprobs).astype(np.float32)

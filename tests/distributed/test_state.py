@@ -8,16 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.distributed.harness import MODELS, RankPool, make_config, make_samples, pack
+from tests.distributed.harness import LAYOUTS, MODELS, RankPool, make_config, make_samples, pack
 
-LAYOUTS = {
-    "one rank": {},
-    "tp2 sp": {"tp": 2, "sequence_parallel": True},
-    "pp2": {"pp": 2},
-    "pp2 vpp2": {"pp": 2, "vpp": 2},
-    "cp2": {"cp": 2},
-    "dp2": {"dp": 2},
-}
+SMALL = ("one rank", "TP2+SP", "PP2", "PP2 VPP2", "CP2", "DP2")
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -39,7 +32,7 @@ def export(rank: int, model_dir: str, cfg: Any, out: str) -> None:
     worker_for(rank, cfg, model_dir).export_hf(out)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SMALL)
 @pytest.mark.parametrize("model", MODELS)
 def test_hf_round_trip_is_exact(ranks: RankPool, models: dict[str, Path], tmp_path: Path, model: str, layout: str) -> None:
     cfg = make_config(**LAYOUTS[layout], publish__bucket_mb=0)  # every tensor is a bucket
@@ -74,7 +67,7 @@ def run_steps(ranks: RankPool, model_dir: Path, cfg: Any, todo: int, tmp: Path, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", SMALL)
 def test_resume_is_bit_for_bit(ranks: RankPool, models: dict[str, Path], tmp_path: Path, layout: str, dtype: str) -> None:
     cfg = make_config(**LAYOUTS[layout], model__dtype=dtype, optimizer__clip_grad=0.5)
     whole = run_steps(ranks, models["llama_tied"], cfg, 3, tmp_path)
@@ -84,19 +77,14 @@ def test_resume_is_bit_for_bit(ranks: RankPool, models: dict[str, Path], tmp_pat
     assert any(not torch.equal(whole[name], half[name]) for name in whole)
 
 
-OTHER_LAYOUTS = {
-    "tp2 sp to pp2": ({"tp": 2, "sequence_parallel": True}, {"pp": 2}),
-    "tp2 sp to pp2 vpp2": ({"tp": 2, "sequence_parallel": True}, {"pp": 2, "vpp": 2}),
-    "pp2 vpp2 to cp2": ({"pp": 2, "vpp": 2}, {"cp": 2}),
-    "cp2 to dp2": ({"cp": 2}, {"dp": 2}),
-}
+CHANGES = [("TP2+SP", "PP2"), ("TP2+SP", "PP2 VPP2"), ("PP2 VPP2", "CP2"), ("CP2", "DP2")]
 
 
-@pytest.mark.parametrize("change", OTHER_LAYOUTS)
-def test_resume_on_another_layout(ranks: RankPool, models: dict[str, Path], tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_resume_on_another_layout(ranks: RankPool, models: dict[str, Path], tmp_path: Path, before: str, after: str) -> None:
     """fp32: equal up to rounding; one Adam step moves a weight by at most about lr."""
     model, lr = models["llama_tied"], 1e-3
-    from_cfg, to_cfg = (make_config(**layout) for layout in OTHER_LAYOUTS[change])
+    from_cfg, to_cfg = (make_config(**LAYOUTS[layout]) for layout in (before, after))
     whole = run_steps(ranks, model, from_cfg, 3, tmp_path)
     run_steps(ranks, model, from_cfg, 2, tmp_path, save=str(tmp_path / "checkpoint"))
     resumed = run_steps(ranks, model, to_cfg, 1, tmp_path, load=str(tmp_path / "checkpoint"))
@@ -169,9 +157,9 @@ FAULTS = {
 
 @pytest.mark.parametrize(
     ("layout", "dtype", "fault"),
-    [("dp2", "float32", fault) for fault in FAULTS]
-    + [(layout, "float32", "inf old log-prob") for layout in LAYOUTS if layout != "dp2"]
-    + [("dp2", "bfloat16", "nan advantage"), ("tp2 sp", "float32", "nan weight"), ("pp2", "float32", "nan weight")],
+    [("DP2", "float32", fault) for fault in FAULTS]
+    + [(layout, "float32", "inf old log-prob") for layout in SMALL if layout != "DP2"]
+    + [("DP2", "bfloat16", "nan advantage"), ("TP2+SP", "float32", "nan weight"), ("PP2", "float32", "nan weight")],
 )
 def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(
     ranks: RankPool, models: dict[str, Path], layout: str, dtype: str, fault: str

@@ -372,7 +372,7 @@ _LAYOUTS = [
         "policy/checkpoint.py",
         "        fixes.keep_bucket_padding(part)\n",
         "",
-        "state.py::test_resume_is_bit_for_bit[pp2-float32]",
+        "state.py::test_resume_is_bit_for_bit[PP2-float32]",
         "assert all(torch.equal(whole[name], resumed[name])",
     ),
 ]

@@ -20,7 +20,7 @@ from dapo_megatron.audit.reference import ReferencePolicy, ReferenceStep, clip_s
 from dapo_megatron.audit.shorten import shortened
 from dapo_megatron.config import AlgorithmConfig, Config, OptimizerConfig
 from dapo_megatron.samples_file import load_samples, save_samples
-from tests.distributed.harness import make_model, make_samples
+from tests.distributed.harness import ReferenceTrainer, make_model, make_samples
 
 SETTINGS = OptimizerConfig(weight_decay=0.1, clip_grad=0.5, eps=1e-8)
 LR = 1e-2
@@ -43,7 +43,7 @@ def recorded(model_dir: Path, tmp_path: Path) -> tuple[Path, ReferenceStep]:
     samples = make_samples()
     for sample in samples:
         sample.weights = sample.mask / sum(s.num_valid for s in samples)
-    policy = ReferencePolicy(model_dir, AlgorithmConfig(), 1.0)
+    policy = ReferenceTrainer(model_dir, AlgorithmConfig(), 1.0)
     step = policy.step(samples, policy.logprobs(samples))
     folder = tmp_path / "step_000001"
     before = {name: tensor.clone() for name, tensor in policy.weights().items()}
@@ -203,8 +203,7 @@ def test_the_report_says_all_and_only_a_difference_leaves_its_tensors(
     change(folder / "gradients", KEY, lambda g: g * factor)
     record, cfg = Record.read(folder), Config(optimizer=SETTINGS)
     cfg.model.dtype = "float32"
-    policy = SimpleNamespace(logprobs=lambda _: step.logprobs, step=lambda *_: step)
-    reference: Any = SimpleNamespace(policy=policy)
+    reference: Any = SimpleNamespace(logprobs=lambda _: step.logprobs, step=lambda *_: step)
     work, report = tmp_path / "work", tmp_path / "report.json"
     work.mkdir()
     assert _judge(cfg, reference, record, record, "here", report, str, work) == code
@@ -266,7 +265,7 @@ def test_reference_gives_every_token_a_gradient(model_dir: Path, tmp_path: Path)
 
 
 def test_reference_begins_with_the_policys_rounded_weights(model_dir: Path) -> None:
-    exact, rounded = (ReferencePolicy(model_dir, AlgorithmConfig(), 1.0, dtype) for dtype in (torch.float32, torch.bfloat16))
+    exact, rounded = (ReferenceTrainer(model_dir, AlgorithmConfig(), 1.0, dtype) for dtype in (torch.float32, torch.bfloat16))
     for name, weight in exact.weights().items():
         assert torch.equal(rounded.weights()[name], weight.bfloat16().double()) and weight.dtype == torch.float64, name
     assert any(not torch.equal(w, rounded.weights()[name]) for name, w in exact.weights().items())
