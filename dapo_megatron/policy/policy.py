@@ -59,8 +59,7 @@ class Policy:
             context_parallel_size=parallel.cp,
         )
         tensor_parallel.model_parallel_cuda_manual_seed(cfg.run.seed)
-        if parallel.vpp > 1:
-            pipeline_fixes.install()
+        pipeline_fixes.install()  # everywhere or nowhere: a rank without it doesn't understand one with it
         folder = HFFolder(model_dir)
         self.shape = ModelShape.from_hf(folder.config)
         self.gpt = model.build_model(cfg, folder.config, self.shape)  # model chunks; one without virtual stages
