@@ -148,6 +148,7 @@ class ParallelConfig:
     vpp: int = 1  # model chunks of each pipeline rank (interleaved schedule); 1: plain 1F1B
     cp: int = 1  # every sequence is split over this many ranks
     dp: int = 1
+    ep: int = 1  # an MoE layer's experts are spread over this many of the tp x cp x dp ranks, each whole on its rank
     sequence_parallel: bool = False
     max_tokens_per_microbatch: int = 8192  # of all context-parallel ranks together
     logprob_chunk_tokens: int = 1024  # rows of logits that exist at a time

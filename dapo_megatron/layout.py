@@ -60,7 +60,8 @@ def sizes_text(parallel: ParallelConfig) -> str:
     """For example "tp 2 x pp 2 x dp 1, sequence parallel": what is not in use is left out, but for tp, pp and dp."""
     p = parallel
     sizes = [f"tp {p.tp}", f"pp {p.pp}", *([f"cp {p.cp}"] if p.cp > 1 else []), f"dp {p.dp}"]
-    extras = [f"{p.vpp} model chunks a stage"] * (p.vpp > 1) + ["sequence parallel"] * p.sequence_parallel
+    extras = [f"experts over {p.ep} ranks"] * (p.ep > 1) + [f"{p.vpp} model chunks a stage"] * (p.vpp > 1)
+    extras += ["sequence parallel"] * p.sequence_parallel
     return ", ".join([" x ".join(sizes), *extras])
 
 

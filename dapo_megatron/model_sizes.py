@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from dapo_megatron.config import ModelConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3")  # dense models that the policy builds
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # that the policy builds
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class ModelSizes:
     num_query_groups: int
     ffn_size: int
     max_positions: int  # tokens of context; 0: unknown
+    num_experts: int = 0  # 0: a dense model
 
 
 def find_weights(model: ModelConfig) -> Path | None:
@@ -74,6 +75,7 @@ def _from_hf(config: dict[str, Any], source: str) -> ModelSizes:
         num_query_groups=int(config.get("num_key_value_heads") or heads),
         ffn_size=int(config["intermediate_size"]),
         max_positions=int(config.get("max_position_embeddings") or 0),
+        num_experts=int(config.get("num_experts") or config.get("num_local_experts") or 0),
     )
 
 

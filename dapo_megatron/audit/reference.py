@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dapo_megatron.config import AlgorithmConfig
 from dapo_megatron.records import Sample
+from dapo_megatron.weights.hub_names import hub_tensors
 
 
 @dataclass
@@ -33,7 +34,9 @@ class ReferencePolicy:
     ) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="eager")
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
         with torch.no_grad():
             for param in self.model.parameters():
                 param.copy_(param.to(dtype))
@@ -76,7 +79,11 @@ class ReferencePolicy:
             part.backward()
             loss += part.item()
             logprobs.append(logp.detach().numpy())
-        gradients = {name: param.grad.clone() for name, param in self.model.named_parameters()}
+        gradients = {
+            hub_name: grad.clone()
+            for name, param in self.model.named_parameters()
+            for hub_name, grad in hub_tensors(name, param.grad)
+        }
         norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
         return ReferenceStep(loss, gradients, norm, logprobs)
 

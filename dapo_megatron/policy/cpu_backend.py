@@ -28,7 +28,9 @@ class _NullStream(nullcontext):
     def wait_stream(self, *_: Any) -> None: ...
     def wait_event(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
-    def record_event(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> "_NullStream":
+        return self  # as an event it has but synchronize
 
 
 def prepare_import() -> None:
@@ -44,6 +46,7 @@ def install() -> None:
     if torch.cuda.is_available() or _installed:
         return
     import megatron.core.tensor_parallel.random as mcore_random
+    from megatron.core.transformer.moe import token_dispatcher
 
     tensor_type = torch.Tensor.type
 
@@ -55,6 +58,10 @@ def install() -> None:
 
     def set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
         torch.set_rng_state(state)
+
+    def numbers_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        # Megatron only converts what was on a GPU, and all_to_all wants numbers
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     overrides: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "type", cuda_type_name),
@@ -70,6 +77,7 @@ def install() -> None:
         (torch.cuda, "manual_seed", torch.manual_seed),
         (mcore_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
         (mcore_random, "_set_cuda_rng_state", set_rng_state),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", numbers_to_cpu),
     ]
     for owner, name, value in overrides:
         setattr(owner, name, value)

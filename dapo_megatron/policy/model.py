@@ -64,10 +64,25 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
         "selective": {"recompute_granularity": "selective", "recompute_modules": list(parallel.recompute_modules)},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
+    moe: dict[str, Any] = {}
+    if shape.num_experts:
+        moe = {
+            "num_moe_experts": shape.num_experts,
+            "moe_ffn_hidden_size": shape.ffn_size,
+            "moe_router_topk": hf["num_experts_per_tok"],
+            # softmax over the chosen experts is what HF gets by dividing their probabilities by their sum
+            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_grouped_gemm": fused,
+            "moe_permute_fusion": fused,
+            "expert_model_parallel_size": parallel.ep,
+            "expert_tensor_parallel_size": 1,
+        }
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=hf["hidden_size"],
-        ffn_hidden_size=hf["intermediate_size"],
+        ffn_hidden_size=shape.ffn_size,
         num_attention_heads=shape.num_heads,
         num_query_groups=shape.num_query_groups,
         kv_channels=shape.head_dim,
@@ -77,7 +92,7 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         add_qkv_bias=shape.family == "qwen2",
-        qk_layernorm=shape.family == "qwen3",
+        qk_layernorm=shape.family in ("qwen3", "qwen3_moe"),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
@@ -103,6 +118,7 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
         **recompute[parallel.recompute],
+        **moe,
     )
 
 
@@ -110,8 +126,17 @@ def layer_spec(config: TransformerConfig, chunk: int | None) -> ModuleSpec:
     """The layers of this pipeline stage (or one of its model chunks): Transformer Engine's, or the local spec with our norm and
     core attention."""
     if choose_kernels(config.params_dtype) == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
+        )
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+    )
+    if config.num_moe_experts:  # a checkpoint would have another name for this norm than Transformer Engine's layers
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = PackedAttention

@@ -57,6 +57,8 @@ class Policy:
             pipeline_model_parallel_size=parallel.pp,
             virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
             context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=1,  # an expert lies whole on its rank
         )
         tensor_parallel.model_parallel_cuda_manual_seed(cfg.run.seed)
         pipeline_fixes.install()  # everywhere or nowhere: a rank without it doesn't understand one with it
@@ -212,12 +214,15 @@ class Policy:
     @property
     def is_stage_leader(self) -> bool:
         """The one rank of its pipeline stage that hands weights over."""
-        return parallel_state.get_tensor_model_parallel_rank() == 0 and self.is_first_replica
+        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return first and parallel_state.get_tensor_model_parallel_rank() == 0
 
     @property
     def is_first_replica(self) -> bool:
-        """One of the tp ranks of a pipeline stage that gather its weights: all others hold the same."""
-        return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        """One of the ranks of a pipeline stage that gather its weights: all others hold the same. Tensor-parallel ranks, and
+        expert-parallel ones, which the configuration lets have whole tensor-parallel groups or parts of one."""
+        first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        return first or parallel_state.get_expert_data_parallel_rank() == 0
 
     def stream_weights(self, bucket_bytes: int) -> Iterator[weights_io.Bucket]:
         """Full HF tensors of this rank's pipeline stage (collective over its tensor-parallel group)."""
@@ -226,8 +231,8 @@ class Policy:
     def stream_gradients(self, bucket_bytes: int) -> Iterator[weights_io.Bucket]:
         """The last update's gradients, as clipped, under HF names. The distributed optimizer leaves every data-parallel
         rank with its shard only; the shards are gathered first. Collective over all ranks of the stage."""
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        for buffer in (buffer for chunk in self.model for buffer in chunk.buffers):
+        for buffer in (buffer for chunk in self.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
+            group = buffer.data_parallel_group
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)

@@ -1,5 +1,6 @@
 """Weights in and out of this rank's model through the one mapping table: load from an HF folder, stream to HF tensors."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,21 +10,38 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from dapo_megatron.weights.hf_folder import HFFolder
-from dapo_megatron.weights.mapping import ModelShape, check_hf_names, is_sharded, rule_of, rules_for, to_hf, to_megatron
+from dapo_megatron.weights.mapping import (
+    Index,
+    ModelShape,
+    Rule,
+    check_hf_names,
+    is_sharded,
+    rule_of,
+    rules_for,
+    to_hf,
+    to_megatron,
+)
 
 Bucket = list[tuple[str, Tensor]]
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
-    """(name with the global layer number, parameter, is it the second copy of a tied embedding)."""
+    """(name with the global layer and expert number, parameter, is it the second copy of a tied embedding)."""
+    first_expert = parallel_state.get_expert_model_parallel_rank() * (
+        shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
+    )
     for model in chunks:
         for name, param in model.named_parameters():
             if name.startswith("decoder.layers."):
                 local = int(name.split(".")[2])
                 layer = model.decoder.layers[local].layer_number - 1  # type: ignore[union-attr,index]
                 name = ".".join(["decoder", "layers", str(layer), *name.split(".")[3:]])
+                name = _EXPERT.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}", name)
             copy = shape.tied and name == "output_layer.weight"
             yield ("embedding.word_embeddings.weight" if copy else name), param, copy
+
+
+_EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))(\d+)")  # one by one, or grouped
 
 
 def load_hf_weights(chunks: Sequence[torch.nn.Module], folder: HFFolder, shape: ModelShape) -> None:
@@ -33,9 +51,10 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], folder: HFFolder, shape: 
     tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
         for name, param, _ in named_parameters(chunks, shape):
-            rule, layer = rule_of(name, rules)
-            names = rule.hf_names(layer)
-            value = to_megatron(rule, [folder.tensor(n) for n in names], shape, rank, tp)
+            rule, index = rule_of(name, rules)
+            names = rule.hf_names(index)
+            tensors = [folder.tensor(n) for n in names]
+            value = to_megatron(rule, tensors, shape, 0, 1) if rule.is_expert else to_megatron(rule, tensors, shape, rank, tp)
             if value.shape != param.shape:
                 raise ValueError(
                     f"{folder.path}: {', '.join(names)} give {tuple(value.shape)}, config.json says {tuple(param.shape)}"
@@ -52,27 +71,45 @@ def stream_hf_tensors(
 ) -> Iterator[Bucket]:
     """This pipeline stage's weights (or what `value` takes of each parameter) as full HF tensors, bucket by bucket.
 
-    Collective over the tensor-parallel group, all of whose ranks get them. Only one bucket (and the largest tensor) is held
-    at a time.
+    Collective over the tensor-parallel (for experts: and expert-parallel) group, all of whose ranks get them. Only one bucket
+    (and the largest tensor of each of these ranks) is held at a time.
     """
     rules = rules_for(shape)
-    group = parallel_state.get_tensor_model_parallel_group()
     bucket: Bucket = []
     size = 0
     for name, param, copy in named_parameters(chunks, shape):
         if copy:
             continue
-        rule, layer = rule_of(name, rules)
+        rule, own = rule_of(name, rules)
         local = value(param).contiguous()
-        shards = [local]
-        if is_sharded(rule) and group.size() > 1:
-            shards = [torch.empty_like(local) for _ in range(group.size())]
-            dist.all_gather(shards, local, group=group)
-        for hf_name, tensor in zip(rule.hf_names(layer), to_hf(rule, shards, shape), strict=True):
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append((hf_name, tensor.contiguous()))
-            size += tensor.nbytes
+        for index, shards in _gather_experts(local, own, shape) if rule.is_expert else [(own, _gather(local, rule))]:
+            for hf_name, tensor in zip(rule.hf_names(index), to_hf(rule, shards, shape), strict=True):
+                if bucket and size + tensor.nbytes > bucket_bytes:
+                    yield bucket
+                    bucket, size = [], 0
+                bucket.append((hf_name, tensor.contiguous()))
+                size += tensor.nbytes
     if bucket:
         yield bucket
+
+
+def _gather(local: Tensor, rule: Rule) -> list[Tensor]:
+    """Of all tensor-parallel ranks, in order; a replicated tensor once."""
+    return _all_gather(local, parallel_state.get_tensor_model_parallel_group()) if is_sharded(rule) else [local]
+
+
+def _gather_experts(local: Tensor, index: Index, shape: ModelShape) -> Iterator[tuple[Index, list[Tensor]]]:
+    """What the expert-parallel ranks hold in this place: whole experts."""
+    experts = _all_gather(local, parallel_state.get_expert_model_parallel_group())
+    assert index.expert is not None
+    step = shape.num_experts // len(experts)
+    for rank, expert in enumerate(experts):
+        yield Index(index.layer, index.expert % step + rank * step), [expert]
+
+
+def _all_gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    if group.size() == 1:
+        return [local]
+    gathered = [torch.empty_like(local) for _ in range(group.size())]
+    dist.all_gather(gathered, local, group=group)
+    return gathered

@@ -68,11 +68,15 @@ class LocalEngine:
         import torch
         from transformers import AutoModelForCausalLM
 
+        from dapo_megatron.weights.hub_names import hub_tensors
+
         self.dtype, self.version = dtype, version
         self._eos_ids = frozenset(eos_ids)
         self._model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=getattr(torch, dtype))
         self._model.requires_grad_(False).eval()
-        self._parameters = dict(self._model.named_parameters())  # tied ones once
+        self._parameters = {  # tied ones once
+            name: tensor for held, param in self._model.named_parameters() for name, tensor in hub_tensors(held, param)
+        }
         self._aborted: dict[str, bool] = {}  # by id of each request in flight
         self._updating: int | None = None
         self._loaded: set[str] = set()

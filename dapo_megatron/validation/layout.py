@@ -13,6 +13,12 @@ def check_layout(report: Report) -> None:
         report.add("parallel.sequence_parallel", "needs parallel.tp > 1: it splits sequences over the tensor-parallel ranks")
     if p.vpp > 1 and p.pp == 1:
         report.add("parallel.vpp", "needs parallel.pp > 1: it cuts pipeline stages into chunks")
+    if (p.tp * p.cp * p.dp) % p.ep or (p.ep % p.tp and p.tp % p.ep):
+        report.add(
+            "parallel.ep",
+            f"must divide tp x cp x dp = {p.tp * p.cp * p.dp}, whose ranks the experts are spread over, and be a multiple or a "
+            f"divisor of tp ({p.tp})",
+        )
     odd = [module for module in p.recompute_modules if module not in RECOMPUTE_MODULES]
     if odd or not p.recompute_modules:
         report.add("parallel.recompute_modules", f"must name at least one of {', '.join(RECOMPUTE_MODULES)} and nothing else")
@@ -82,7 +88,8 @@ def _model_fits(report: Report, sizes: ModelSizes) -> None:
     splits = (
         ("parallel.tp", "attention heads", sizes.num_heads),
         ("parallel.tp", "query groups (key-value heads)", sizes.num_query_groups),
-        ("parallel.tp", "feed-forward rows", sizes.ffn_size),
+        ("parallel.tp", "feed-forward rows", 0 if sizes.num_experts else sizes.ffn_size),  # experts aren't split
+        ("parallel.ep", "experts", sizes.num_experts),
         ("parallel.pp", "layers", sizes.num_layers),
         ("parallel.vpp", "layers of a pipeline stage", sizes.num_layers // c.parallel.pp),
         ("parallel.pp", "layers that audit.num_layers leaves", c.audit.num_layers),
@@ -93,6 +100,12 @@ def _model_fits(report: Report, sizes: ModelSizes) -> None:
         if number % report.value(name):
             options = [str(n) for n in range(1, min(number, 64) + 1) if number % n == 0]
             report.add(name, f"doesn't divide the model's {number} {what}; possible: {', '.join(options)}")
+    if c.parallel.ep > 1 and not sizes.num_experts:
+        report.add("parallel.ep", "the model has no experts to spread; use 1")
+    if sizes.num_experts and c.parallel.tp > 1 and not c.parallel.sequence_parallel:
+        report.add(
+            "parallel.sequence_parallel", "must be true: with experts, tensor-parallel ranks each route their own tokens"
+        )
     if c.audit.num_layers > sizes.num_layers:
         report.add("audit.num_layers", f"the model has {sizes.num_layers} layers; use fewer, or 0 for all")
     if 0 < sizes.max_positions < c.audit.max_tokens:

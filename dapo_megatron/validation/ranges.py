@@ -35,6 +35,7 @@ AT_LEAST: dict[str, float] = {
     "parallel.vpp": 1,
     "parallel.cp": 1,
     "parallel.dp": 1,
+    "parallel.ep": 1,
     "parallel.max_tokens_per_microbatch": 1,
     "parallel.logprob_chunk_tokens": 1,
     "cluster.gpus_per_node": 1,
@@ -73,6 +74,7 @@ DIVISORS = (
     "parallel.pp",
     "parallel.vpp",
     "parallel.cp",
+    "parallel.ep",
     "rollout.tp",
 )
 

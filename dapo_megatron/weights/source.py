@@ -234,6 +234,7 @@ def _build_random(arguments: dict[str, Any], folder: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     from dapo_megatron.weights.char_tokenizer import build_char_tokenizer
+    from dapo_megatron.weights.hub_names import hub_tensors
 
     values = dict(arguments)
     model_type = values.pop("model_type", None)
@@ -255,7 +256,7 @@ def _build_random(arguments: dict[str, Any], folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    tensors = dict(model.state_dict())
+    tensors = dict(item for name, tensor in model.state_dict().items() for item in hub_tensors(name, tensor))
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight")
     _write_model(folder, config, tensors, GenerationConfig(**special), "float32")

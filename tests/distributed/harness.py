@@ -19,6 +19,7 @@ from dapo_megatron.algo.samples import set_weights
 from dapo_megatron.audit.reference import ReferencePolicy, ReferenceStep, clip_scale
 from dapo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_megatron.records import Sample
+from dapo_megatron.weights.hub_names import hub_tensors
 
 JOB_TIMEOUT_S = 120.0
 VOCAB = 67  # not a multiple of 2: vocabulary padding is always at work
@@ -37,6 +38,16 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama_tied": dict(model_type="llama", tie_word_embeddings=True, **COMMON),
     "qwen2_tied": dict(model_type="qwen2", tie_word_embeddings=True, **COMMON),
     "qwen3_untied": dict(model_type="qwen3", tie_word_embeddings=False, head_dim=16, **COMMON),
+    "qwen3_moe": dict(
+        model_type="qwen3_moe",
+        tie_word_embeddings=False,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=28,
+        norm_topk_prob=True,
+        **COMMON,
+    ),
 }
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -52,6 +63,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP2xCP2": {"pp": 2, "cp": 2},
     "TP2xPP2xDP2": {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True},
     "TP2": {"tp": 2},
+    # for models with experts
+    "EP2": {"dp": 2, "ep": 2},
+    "TP2xEP2": {"tp": 2, "ep": 2, "sequence_parallel": True},
+    "PP2xEP2": {"pp": 2, "dp": 2, "ep": 2},
+    "CP2xEP2": {"cp": 2, "ep": 2},
+    "TP2xEP4": {"tp": 2, "dp": 2, "ep": 4, "sequence_parallel": True},
 }
 
 
@@ -95,10 +112,17 @@ def make_samples(seed: int = 3, num_groups: int = 3, group_size: int = 3) -> lis
 
 
 def make_config(
-    tp: int = 1, pp: int = 1, vpp: int = 1, cp: int = 1, dp: int = 1, sequence_parallel: bool = False, **rest: Any
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int = 1,
+    cp: int = 1,
+    dp: int = 1,
+    ep: int = 1,
+    sequence_parallel: bool = False,
+    **rest: Any,
 ) -> Config:
     cfg = Config(model=ModelConfig(path="unused", dtype="float32"))
-    cfg.parallel = ParallelConfig(tp, pp, vpp, cp, dp, sequence_parallel, logprob_chunk_tokens=16)
+    cfg.parallel = ParallelConfig(tp, pp, vpp, cp, dp, ep, sequence_parallel, logprob_chunk_tokens=16)
     cfg.rollout.max_response_tokens = 64
     cfg.rollout.temperature = 0.8
     cfg.optimizer.clip_grad = 1e9  # the gradients themselves are compared
@@ -138,7 +162,7 @@ class ReferenceTrainer(ReferencePolicy):
         self._num_updates += 1
         scale = clip_scale(step.grad_norm, settings.clip_grad)
         with torch.no_grad():
-            for name, param in self.model.named_parameters():
+            for name, param in self._tensors():
                 grad = step.gradients[name] * scale
                 m, v = self._moments.get(name, (torch.zeros_like(grad), torch.zeros_like(grad)))
                 m = settings.beta1 * m + (1 - settings.beta1) * grad
@@ -150,7 +174,10 @@ class ReferenceTrainer(ReferencePolicy):
                 param.copy_(param * (1 - lr * decay) - lr * m_hat / (v_hat.sqrt() + settings.eps))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {name: param.detach() for name, param in self.model.named_parameters()}
+        return dict(self._tensors())
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        return [item for name, param in self.model.named_parameters() for item in hub_tensors(name, param.detach())]
 
 
 def free_port() -> int:

@@ -43,10 +43,16 @@ COMMON = {"optimizer__clip_grad": 0.02, "optimizer__eps": 1e-3, "algorithm__dual
 LR, UPDATES = 5e-3, 3
 FP32 = {"loss": 1e-6, "grads": 1e-5, "gradient norm": 1e-5, "weights": 1e-5}
 
-FIRST = [(layout, variant, model) for layout, variant, model in zip(LAYOUTS, cycle(VARIANTS), cycle(MODELS), strict=False)]
+EXPERTS = "qwen3_moe"
+TURNS = [model for model in MODELS if model != EXPERTS]
+DENSE = [layout for layout in LAYOUTS if "EP" not in layout]
+FIRST = [*zip(DENSE, cycle(VARIANTS), cycle(TURNS), strict=False), ("EP2", "token budget", EXPERTS)]
 # Models take turns, so that every layout and every variant meets each of them.
-TURNS = list(MODELS)
-ALL = [(layout, variant, TURNS[(i + j) % 4]) for i, layout in enumerate(LAYOUTS) for j, variant in enumerate(VARIANTS)]
+ALL = [(layout, variant, TURNS[(i + j) % 4]) for i, layout in enumerate(DENSE) for j, variant in enumerate(VARIANTS)]
+ALL += [
+    *((layout, "token budget", EXPERTS) for layout in ("one rank", "EP2", "TP2xEP2", "PP2xEP2", "CP2xEP2", "TP2xEP4")),
+    *(("EP2", variant, EXPERTS) for variant in ("micro-batches of 1", "padded", "full recomputation", "sequence")),
+]
 BIG = "TP2xPP2xDP2"  # eight processes take a while to start
 CASES = [
     *(case for case in FIRST if case[0] != BIG),

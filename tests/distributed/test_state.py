@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tests.distributed.harness import LAYOUTS, MODELS, RankPool, make_config, make_samples, pack
 
 SMALL = ("one rank", "TP2+SP", "PP2", "PP2 VPP2", "CP2", "DP2")
+EXPERTS = [(layout, "qwen3_moe") for layout in ("EP2", "TP2xEP2", "TP2xEP4")]
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -32,8 +33,7 @@ def export(rank: int, model_dir: str, cfg: Any, out: str) -> None:
     worker_for(rank, cfg, model_dir).export_hf(out)
 
 
-@pytest.mark.parametrize("layout", SMALL)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("layout", "model"), [(layout, model) for layout in SMALL for model in MODELS] + EXPERTS)
 def test_hf_round_trip_is_exact(ranks: RankPool, models: dict[str, Path], tmp_path: Path, model: str, layout: str) -> None:
     cfg = make_config(**LAYOUTS[layout], publish__bucket_mb=0)  # every tensor is a bucket
     ranks.run(export, cfg.world_size, str(models[model]), cfg, str(tmp_path / "out"))
@@ -67,12 +67,14 @@ def run_steps(ranks: RankPool, model_dir: Path, cfg: Any, todo: int, tmp: Path, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("layout", SMALL)
-def test_resume_is_bit_for_bit(ranks: RankPool, models: dict[str, Path], tmp_path: Path, layout: str, dtype: str) -> None:
-    cfg = make_config(**LAYOUTS[layout], model__dtype=dtype, optimizer__clip_grad=0.5)
-    whole = run_steps(ranks, models["llama_tied"], cfg, 3, tmp_path)
-    half = run_steps(ranks, models["llama_tied"], cfg, 2, tmp_path, save=str(tmp_path / "checkpoint"))
-    resumed = run_steps(ranks, models["llama_tied"], cfg, 1, tmp_path, load=str(tmp_path / "checkpoint"))
+@pytest.mark.parametrize(("layout", "name"), [*((layout, "llama_tied") for layout in SMALL), *EXPERTS[:2]])
+def test_resume_is_bit_for_bit(
+    ranks: RankPool, models: dict[str, Path], tmp_path: Path, layout: str, name: str, dtype: str
+) -> None:
+    cfg, model = make_config(**LAYOUTS[layout], model__dtype=dtype, optimizer__clip_grad=0.5), models[name]
+    whole = run_steps(ranks, model, cfg, 3, tmp_path)
+    half = run_steps(ranks, model, cfg, 2, tmp_path, save=str(tmp_path / "checkpoint"))
+    resumed = run_steps(ranks, model, cfg, 1, tmp_path, load=str(tmp_path / "checkpoint"))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert any(not torch.equal(whole[name], half[name]) for name in whole)
 

@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -55,13 +57,30 @@ def test_the_table_is_up_to_date(root: Path, mutation: Mutation) -> None:
     assert f"def {name}(" in (root / path).read_text(encoding="utf-8"), f"{path} has no {name}"
 
 
+def told_of(root: Path, copy: Path, mutation: Mutation) -> str:
+    """What a test says of a copy of the package with the mutation in it."""
+    for name in ("dapo_megatron", "tests", "configs"):
+        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "mutations"))
+    shutil.copy(root / "pyproject.toml", copy)
+    (copy / "conftest.py").write_text(_CONFTEST, encoding="utf-8")
+    (copy / mutation.file).write_text(patched(root, mutation), encoding="utf-8")
+    return failure(copy, mutation.test)
+
+
+@pytest.fixture(scope="module")
+def told(
+    request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[str]]]:
+    """The running tests of all mutations that this session has chosen; two at a time, since most wait for imports."""
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == "test_turns_the_suite_red"]
+    chosen = [item.callspec.params["mutation"] for item in items]  # type: ignore[attr-defined]
+    pool = ThreadPoolExecutor(2)
+    yield {one.name: pool.submit(told_of, root, tmp_path_factory.mktemp("mutation"), one) for one in chosen}
+    pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_turns_the_suite_red(root: Path, tmp_path: Path, mutation: Mutation) -> None:
-    for name in ("dapo_megatron", "tests", "configs"):
-        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "mutations"))
-    shutil.copy(root / "pyproject.toml", tmp_path)
-    (tmp_path / "conftest.py").write_text(_CONFTEST, encoding="utf-8")
-    (tmp_path / mutation.file).write_text(patched(root, mutation), encoding="utf-8")
-    told = failure(tmp_path, mutation.test)
-    assert mutation.says in told, f"{mutation.test} fails, but not as it should ({mutation.says!r}):\n{told}"
+def test_turns_the_suite_red(told: dict[str, Future[str]], mutation: Mutation) -> None:
+    said = told[mutation.name].result()
+    assert mutation.says in said, f"{mutation.test} fails, but not as it should ({mutation.says!r}):\n{said}"

@@ -136,6 +136,10 @@ def test_ranges(tmp_path: Path, field: str) -> None:
     assert set(faults(tmp_path, f"{field}={-2 if field in AT_LEAST else 0}")) >= {field}
 
 
+MOE = [
+    f"model.random_model.{name}"
+    for name in ("model_type=qwen3_moe", "num_experts=4", "moe_intermediate_size=16", "num_experts_per_tok=2")
+]
 WRONG = [
     # group of one
     (["sampling.samples_per_prompt=1"], "sampling.samples_per_prompt", "group of one"),
@@ -149,6 +153,16 @@ WRONG = [
     (["model.random_model.num_attention_heads=3"], "parallel.tp", "3 attention heads"),
     (["model.random_model.num_key_value_heads=1"], "parallel.tp", "1 query groups"),
     (["model.random_model.num_hidden_layers=3", "parallel.pp=2"], "parallel.pp", "3 layers"),
+    # experts
+    (["parallel.ep=2"], "parallel.ep", "no experts"),
+    ([*MOE, "parallel.ep=2", "model.random_model.num_experts=3"], "parallel.ep", "3 experts"),
+    ([*MOE, "model.random_model.num_experts=3", "parallel.ep=3"], "parallel.ep", "must divide tp x cp x dp = 2"),
+    (
+        [*MOE, "model.random_model.num_experts=3", "parallel.dp=3", "parallel.ep=3"],
+        "parallel.ep",
+        "multiple or a divisor of tp (2)",
+    ),
+    ([*MOE, "parallel.sequence_parallel=false"], "parallel.sequence_parallel", "route their own tokens"),
     # unknown model family
     (["model.random_model.model_type=mamba"], "model.path", "unknown model family 'mamba'"),
     (["model.path="], "model.path", "is required"),

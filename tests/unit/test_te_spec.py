@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from dapo_megatron.algo.packing import zigzag_indices
-from dapo_megatron.weights.mapping import ModelShape, expected_hf_names
+from dapo_megatron.weights.mapping import ModelShape, expected_hf_shapes
 from tests.distributed.harness import MODELS, make_config, make_model
 
 TE = importlib.util.find_spec("transformer_engine")
@@ -47,7 +47,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_weight_is_known_and_loaded(report: dict[str, Any], name: str) -> None:
     shape = ModelShape.from_hf(MODELS[name])
-    assert set(report["hf_names"][name]) == expected_hf_names(shape)
+    assert set(report["hf_names"][name]) == expected_hf_shapes(shape).keys()
     assert "decoder.layers.3.mlp.linear_fc1.layer_norm_weight" in report["megatron_names"][name]  # it is TE's spec
     assert report["odd_layer_norms"][name] == []
 
@@ -141,9 +141,9 @@ def _models(folder: Path) -> dict[str, Any]:
             chunks = model_builder.build_model(cfg, hf.config, shape)
             weights_io.load_hf_weights(chunks, hf, shape)
             for key, param, _ in weights_io.named_parameters(chunks, shape):
-                rule, layer = rule_of(key, rules_for(shape))
+                rule, index = rule_of(key, rules_for(shape))
                 out["megatron_names"].setdefault(name, []).append(key)
-                out["hf_names"].setdefault(name, []).extend(rule.hf_names(layer))
+                out["hf_names"].setdefault(name, []).extend(rule.hf_names(index))
                 norms = out["odd_layer_norms"].setdefault(name, [])
                 if "norm" in key and not getattr(param, "sequence_parallel", False):
                     norms.append(key)  # finalize_model_grads would not sum its gradient over the tensor-parallel ranks
