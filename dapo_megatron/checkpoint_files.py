@@ -1,8 +1,8 @@
 """A checkpoint's files: on disk before it gets its name, and known to be unchanged before it is used.
 
-`checkpoints/step_NNNNNN/` holds policy/ (Megatron's torch_dist), state.json and MANIFEST with the size and the SHA-256 of every
-file. Megatron's own manifest (`verify_integrity`) covers neither state.json nor sizes, and is read by the trainer ranks only,
-when it is too late to fall back to another checkpoint.
+`checkpoints/step_NNNNNN/` holds policy/ (Megatron's torch_dist, and in hf/ the model's config and tokenizer), state.json and
+MANIFEST with the size and the SHA-256 of every file. Megatron's own manifest (`verify_integrity`) covers neither state.json nor
+sizes, and is read by the trainer ranks only, when it is too late to fall back to another checkpoint.
 """
 
 import hashlib
@@ -56,8 +56,9 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def damage(checkpoint: Path) -> str:
-    """What is wrong with a checkpoint's files, by their manifest; "" if nothing is. Reads all of it, unless sizes differ."""
+def damage(checkpoint: Path, read: bool = True) -> str:
+    """What is wrong with a checkpoint's files, by their manifest; "" if nothing is. Reads all of it, unless sizes differ.
+    Without `read` it looks at the sizes only."""
     try:
         entries = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))["files"]
         expected = {str(name): (int(entry["size"]), str(entry["sha256"])) for name, entry in entries.items()}
@@ -66,7 +67,7 @@ def damage(checkpoint: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} can't be read ({type(error).__name__})"
     problems = [_size_problem(checkpoint / name, name, size) for name, (size, _) in expected.items()]
-    if not any(problems):
+    if read and not any(problems):
         problems = _map(_hash_problem, ((checkpoint / name, name, digest) for name, (_, digest) in expected.items()))
     problems = [problem for problem in problems if problem]
     more = f" and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models.gpt import GPTModel
 
 from dapo_megatron.policy import optimizer_fixes as fixes
 from dapo_megatron.policy.checkpoint_errors import writing_errors
@@ -46,3 +48,16 @@ def load(folder: Path, chunks: Sequence[Any], optimizer: Any) -> None:
     optimizer.load_state_dict(state["optimizer"])
     for part in fixes.distributed_optimizers(optimizer):
         fixes.unshare_step_tensors(part)
+
+
+def load_weights(folder: Path, chunks: Sequence[GPTModel]) -> None:
+    """Collective. The weights alone, of any torch_dist checkpoint, into models without an optimizer, whose dtype they take.
+    ValueError as of `load`, and with Megatron's words if a parameter is missing or of another shape."""
+    wanted = {f"chunk{i}": chunk.sharded_state_dict() for i, chunk in enumerate(chunks)}
+    try:
+        with safe_unpickling(folder):
+            state = dist_checkpointing.load(wanted, os.fspath(folder))
+    except CheckpointingException as error:
+        raise ValueError(f"{folder}: Megatron can't load it: {error}") from error
+    for i, chunk in enumerate(chunks):
+        chunk.load_state_dict(state[f"chunk{i}"])

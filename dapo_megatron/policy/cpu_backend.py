@@ -25,6 +25,9 @@ class _CudaToCpu(TorchFunctionMode):
 
 
 class _NullStream(nullcontext):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
     def wait_stream(self, *_: Any) -> None: ...
     def wait_event(self, *_: Any) -> None: ...
     def synchronize(self) -> None: ...
@@ -70,7 +73,7 @@ def install() -> None:
         (torch.cuda, "current_device", lambda: _CPU),
         (torch.cuda, "synchronize", lambda *_, **__: None),
         (torch.cuda, "current_stream", lambda *_, **__: _NullStream()),
-        (torch.cuda, "Stream", lambda *_, **__: _NullStream()),
+        (torch.cuda, "Stream", _NullStream),  # a class, which transformers' annotations need
         (torch.cuda, "stream", lambda *_, **__: _NullStream()),
         (torch.cuda, "get_rng_state", lambda *_, **__: torch.get_rng_state()),
         (torch.cuda, "set_rng_state", set_rng_state),

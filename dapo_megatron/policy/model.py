@@ -41,7 +41,10 @@ def optimizer_kernels() -> str:
 def _rope(hf: dict[str, Any]) -> tuple[float, float | None]:
     """(theta, Llama-3 scaling factor or None) from either spelling of HF's configuration."""
     params = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    theta = hf.get("rope_theta") or params.get("rope_theta") or 10000.0
+    thetas = {float(place["rope_theta"]) for place in (hf, params) if place.get("rope_theta")}
+    if len(thetas) > 1:
+        raise ValueError(f"config.json: rope_theta is given twice, as {' and '.join(map(str, thetas))}; remove the wrong one")
+    theta = thetas.pop() if thetas else 10000.0
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind == "default":
         return theta, None

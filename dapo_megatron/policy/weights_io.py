@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from dapo_megatron.weights.hf_folder import HFFolder
+from dapo_megatron.weights.hf_folder import HFFolder, check_tied_head
 from dapo_megatron.weights.mapping import (
     Index,
     ModelShape,
@@ -47,6 +47,7 @@ _EXPERT = re.compile(r"(mlp\.experts\.(?:local_experts\.|linear_fc[12]\.weight))
 def load_hf_weights(chunks: Sequence[torch.nn.Module], folder: HFFolder, shape: ModelShape) -> None:
     """Fill this rank's parameters. Errors: a tensor missing, unknown or of the wrong shape is named."""
     check_hf_names(folder.names(), shape, str(folder.path))
+    check_tied_head(folder, shape.tied)
     rules = rules_for(shape)
     tp, rank = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():

@@ -118,7 +118,11 @@ class PolicyWorker:
     # --- files ---
 
     def save(self, folder: str) -> None:
+        """Model and optimizer as torch_dist, and in hf/ the model's config and tokenizer: whoever reads the checkpoint needs
+        nothing else."""
         self.policy.save(folder)
+        if self.rank == 0:
+            start_folder(Path(folder) / "hf", Path(self.model_dir), self.cfg.model.dtype)
 
     def load(self, folder: str) -> None:
         self.policy.load(folder)

@@ -6,63 +6,106 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dapo_megatron.weights.safetensors_io import Entry, read_header, read_tensor
+
 
 class HFFolder:
-    """A folder with config.json and *.safetensors (one file, or several with an index)."""
+    """A folder with config.json and *.safetensors (one file, or several with an index). ValueError, naming the file, if a file
+    is damaged, or index and files don't agree."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        config = self.path / "config.json"
-        if not config.is_file():
-            raise ValueError(f"{self.path}: no config.json: not an HF model folder")
-        self.config: dict[str, Any] = json.loads(config.read_text())
-        self._files = self._locate()
-        self._open: dict[str, Any] = {}
-
-    def _locate(self) -> dict[str, str]:
+        self.config = self.read_config(self.path)
+        self.files: dict[str, str] = {}  # of each tensor
+        self.entries: dict[str, Entry] = {}
         index = self.path / "model.safetensors.index.json"
-        if index.is_file():
-            files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            missing = sorted({f for f in files.values() if not (self.path / f).is_file()})
-            if missing:
-                raise ValueError(f"{index}: names files that are not there: {', '.join(missing)}")
-            return files
-        names = sorted(p.name for p in self.path.glob("*.safetensors"))
+        self._locate(_weight_map(index) if index.is_file() else None)
+
+    @staticmethod
+    def read_config(path: Path) -> dict[str, Any]:
+        """config.json of a folder that may hold nothing else. ValueError if there is none."""
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{path}: no config.json: not an HF model folder")
+        return _read_json(path / "config.json")
+
+    def _locate(self, index: dict[str, str] | None) -> None:
+        names = {p.name for p in self.path.glob("*.safetensors")} if index is None else set(index.values())
         if not names:
             raise ValueError(f"{self.path}: no *.safetensors (pickled weights are not read: convert them first)")
-        return {tensor: name for name in names for tensor in self._handle_of(name).keys()}  # noqa: SIM118 - not a dict
-
-    def _handle_of(self, file: str) -> Any:
-        try:
-            return safe_open(self.path / file, framework="pt")
-        except Exception as error:  # safetensors raises its own type for truncated headers
-            raise ValueError(f"{self.path / file}: unreadable safetensors file ({error})") from error
+        for file in sorted(names):
+            for name, entry in read_header(self.path / file).items():
+                if index is not None and index.get(name) != file:
+                    raise ValueError(
+                        f"{self.path / file}: holds {name}, which the index does not say; mend or remove the index"
+                    )
+                if name in self.files:
+                    raise ValueError(f"{self.path}: both {self.files[name]} and {file} hold {name}; remove one of the files")
+                self.files[name], self.entries[name] = file, entry
+        lacking = sorted((index or {}).keys() - self.files.keys())
+        if index and lacking:
+            raise ValueError(
+                f"{self.path / index[lacking[0]]}: lacks {lacking[0]}, which the index says is there; fetch the file anew"
+            )
 
     def names(self) -> list[str]:
-        return list(self._files)
+        return list(self.files)
 
     def tensor(self, name: str) -> Tensor:
-        file = self._files[name]
-        if file not in self._open:
-            self._open[file] = self._handle_of(file)
-        return self._open[file].get_tensor(name)
+        return read_tensor(self.path / self.files[name], name, self.entries[name])
+
+
+def check_tied_head(folder: HFFolder, tied: bool) -> None:
+    """A file may hold the second copy of a tied embedding. ValueError if that is another tensor: it would be lost."""
+    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+    if tied and head in folder.files and not folder.tensor(head).equal(folder.tensor(embedding)):
+        raise ValueError(
+            f"{folder.path}: config.json ties {head} to {embedding}, yet the files hold another one; set tie_word_embeddings "
+            "to false if it is meant"
+        )
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    files = _read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{index}: has no weight_map of tensors' names to files' names; fetch it anew")
+    missing = sorted({f for f in files.values() if not (index.parent / f).is_file()})
+    if missing:
+        raise ValueError(f"{index}: names files that are not there: {', '.join(missing)}")
+    return files
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: can't be read as JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: holds no JSON object")
+    return content
 
 
 def start_folder(folder: Path, source: Path, dtype: str) -> None:
     """A new folder with the source's config, generation config and tokenizer; the config says `dtype`."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    copy_settings(folder, source, dtype)
+
+
+def copy_settings(folder: Path, source: Path, dtype: str) -> None:
+    """All that a model's folder holds beside weights: config, generation config and tokenizer; the config says `dtype` unless
+    that is empty."""
     for file in source.iterdir():
-        if file.suffix in {".json", ".jinja", ".model", ".txt"} and "safetensors" not in file.name:
+        if file.suffix in {".json", ".jinja", ".model", ".txt"} and "safetensors" not in file.name and file.is_file():
             shutil.copy(file, folder / file.name)
-    config = json.loads((folder / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = dtype
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    if dtype:
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("torch_dtype", None)
+        config["dtype"] = dtype
+        (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def write_shards(

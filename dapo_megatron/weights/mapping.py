@@ -35,6 +35,10 @@ class ModelShape:
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> "ModelShape":
         """ValueError for a model that the table doesn't describe, or a configuration that lacks a size."""
+        sizes = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+        odd = [name for name in sizes if name in config and not (isinstance(config[name], int) and config[name] > 0)]
+        if odd:
+            raise ValueError(f"config.json: {odd[0]} is {config[odd[0]]!r}; it must be a number from 1 up")
         family = config.get("model_type", "")
         if family not in FAMILIES:
             raise ValueError(f"model_type: {family!r} has no weight mapping; supported are {', '.join(FAMILIES)}")
@@ -223,7 +227,7 @@ def check_hf_names(names: Iterable[str], shape: ModelShape, where: str) -> None:
 
 def _to_vocab(hf: Sequence[Tensor], shape: ModelShape, rank: int, tp: int) -> Tensor:
     padding = shape.padded_vocab(tp) - hf[0].shape[0]
-    padded = torch.nn.functional.pad(hf[0], (0, 0, 0, padding))
+    padded = torch.nn.functional.pad(hf[0], (0, 0, 0, padding)) if padding else hf[0]  # a copy, of a large tensor
     return padded.chunk(tp)[rank]
 
 

@@ -1,6 +1,7 @@
 """Nothing in a checkpoint is run when it is loaded; what is wrong with it, or with writing it, is said in its own words."""
 
 import io
+import json
 import os
 import pickle
 import re
@@ -161,6 +162,16 @@ def test_a_broken_checkpoint_is_said(ranks: RankPool, models: dict[str, Path], c
     (folder / ".metadata").write_bytes((checkpoint / ".metadata").read_bytes()[:100])
     (messages,) = ranks.run(load, 1, str(models["llama_tied"]), make_config(), [str(folder)])
     assert messages[0].startswith(f"ValueError: {folder / '.metadata'}: can't be read as a part of a checkpoint")
+
+
+def test_a_checkpoint_says_what_model_it_is(ranks: RankPool, models: dict[str, Path], checkpoint: Path, tmp_path: Path) -> None:
+    """And one that doesn't, as they were written before, still loads."""
+    config = json.loads((checkpoint / "hf" / "config.json").read_text())
+    assert (config["model_type"], config["dtype"]) == ("llama", "float32")
+    assert sorted(p.name for p in (checkpoint / "hf").iterdir()) == ["config.json", "generation_config.json"]
+    old = shutil.copytree(checkpoint, tmp_path / "old")
+    shutil.rmtree(old / "hf")
+    assert ranks.run(load, 1, str(models["llama_tied"]), make_config(), [str(old)]) == [[""]]
 
 
 @pytest.fixture(params=[16, 128])

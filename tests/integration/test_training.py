@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dapo_megatron.telemetry.metrics import METRICS, read_metrics
 from tests.integration.cli_run import CliRun, command_lines
@@ -84,6 +86,32 @@ def test_exported_policy_loads_and_has_learned(learned: CliRun) -> None:
         share = model(ids).logits[0, -1].softmax(-1)[accepted].sum()
     first = read_metrics(learned.folder / "metrics.jsonl")[1]["reward/accuracy"]
     assert share > first + 0.1
+
+
+def test_checkpoint_tools_on_a_runs_checkpoint(learned: CliRun, root: Path, tmp_path: Path) -> None:
+    """By the command line, from the run's folder alone: it is known for what it is, becomes the exported policy, and Megatron
+    and transformers score texts alike by it."""
+
+    def tool(*arguments: str | Path) -> str:
+        result = subprocess.run(
+            [sys.executable, "-m", "checkpoint_tools", *map(str, arguments)],
+            env={**os.environ, "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    run, out = tmp_path / "moved", tmp_path / "out"
+    shutil.copytree(learned.folder, run)
+    found = json.loads(tool("inspect", run, "--json"))
+    assert (found["kind"], found["step"], found["layout"]["tp"], found["model"]["family"]) == ("run", 12, 2, "llama")
+    assert found["optimizer_bytes"] > 2 * sum(entry["bytes"] for entry in found["dtypes"].values()) and found["manifest"]["ok"]
+    tool("megatron-to-hf", run, out)
+    exported, converted = (load_file(folder / "model.safetensors") for folder in (learned.folder / "hf", out))
+    assert exported.keys() == converted.keys() and all(torch.equal(exported[name], converted[name]) for name in exported)
+    assert tool("verify", run, out).endswith("EQUAL\n")
 
 
 def test_nothing_is_left_running(learned: CliRun) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dapo_megatron.weights.hf_folder import HFFolder, finish_folder, start_folder, write_shards
+from dapo_megatron.weights.hf_folder import HFFolder, check_tied_head, finish_folder, start_folder, write_shards
 
 
 @pytest.fixture
@@ -63,3 +63,15 @@ def test_index_that_names_a_missing_file(source: Path) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
     with pytest.raises(ValueError, match=r"model-00001\.safetensors"):
         HFFolder(source)
+
+
+def test_a_tied_model_with_another_head_is_refused(tmp_path: Path) -> None:
+    """The head would be lost."""
+    (tmp_path / "config.json").write_text("{}")
+    embedding = torch.arange(6.0).reshape(3, 2)
+    save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    check_tied_head(HFFolder(tmp_path), tied=True)
+    save_file({"model.embed_tokens.weight": embedding, "lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
+    check_tied_head(HFFolder(tmp_path), tied=False)
+    with pytest.raises(ValueError, match=r"ties lm_head.weight .* the files hold another one"):
+        check_tied_head(HFFolder(tmp_path), tied=True)

@@ -48,7 +48,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_weight_is_known_and_loaded(report: dict[str, Any], name: str) -> None:
     shape = ModelShape.from_hf(MODELS[name])
     assert set(report["hf_names"][name]) == expected_hf_shapes(shape).keys()
-    assert "decoder.layers.3.mlp.linear_fc1.layer_norm_weight" in report["megatron_names"][name]  # it is TE's spec
+    assert "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight" in report["megatron_names"][name]  # it is TE's spec
     assert report["odd_layer_norms"][name] == []
 
 
