@@ -26,6 +26,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_tied": {"model_type": "qwen2", **_COMMON, "tie_word_embeddings": True},
     "qwen2_untied": {"model_type": "qwen2", **_COMMON, "num_key_value_heads": 2},
     "qwen3": {"model_type": "qwen3", **_COMMON, "head_dim": 16},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **_COMMON,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 28,
+    },
+    "smollm2": {"model_type": "llama", **_COMMON, "tie_word_embeddings": True},
     "llama3": {
         "model_type": "llama",
         **_COMMON,

@@ -51,13 +51,22 @@ def test_megatron_loads_what_was_imported(
     assert ranks.run(differences, cfg.world_size, cfg, cases) == [[]] * cfg.world_size
 
 
+@pytest.mark.parametrize("layout", ["one rank", "EP2", "TP2xEP2", "PP2xEP2"])
+def test_megatron_loads_imported_experts(ranks: RankPool, models: dict[str, Path], tmp_path: Path, layout: str) -> None:
+    cfg = make_config(**LAYOUTS[layout])
+    assert main(["hf-to-megatron", str(models["qwen3_moe"]), str(tmp_path / "out"), "--tp", "2", "--ep", "2"]) == 0
+    cases = [(str(models["qwen3_moe"]), str(tmp_path / "out"))]
+    assert ranks.run(differences, cfg.world_size, cfg, cases) == [[]] * cfg.world_size
+
+
+@pytest.mark.parametrize(("layout", "model"), [("TP2xPP2", "qwen3_untied"), ("TP2xEP4", "qwen3_moe")])
 def test_what_a_policy_saves_is_exported_without_naming_its_layout(
-    ranks: RankPool, models: dict[str, Path], tmp_path: Path
+    ranks: RankPool, models: dict[str, Path], tmp_path: Path, layout: str, model: str
 ) -> None:
-    cfg = make_config(**LAYOUTS["TP2xPP2"])
+    cfg = make_config(**LAYOUTS[layout])
     (tmp_path / "saved").mkdir()
-    assert ranks.run(save, 4, str(models["qwen3_untied"]), cfg, [str(tmp_path / "saved")]) == [[""]] * 4
-    assert main(["megatron-to-hf", str(tmp_path / "saved"), str(tmp_path / "out"), "--hf", str(models["qwen3_untied"])]) == 0
-    before, after = all_tensors(models["qwen3_untied"]), all_tensors(tmp_path / "out")
+    assert ranks.run(save, 4, str(models[model]), cfg, [str(tmp_path / "saved")]) == [[""]] * 4
+    assert main(["megatron-to-hf", str(tmp_path / "saved"), str(tmp_path / "out"), "--hf", str(models[model])]) == 0
+    before, after = all_tensors(models[model]), all_tensors(tmp_path / "out")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -79,7 +79,7 @@ def test_faults_of_a_conversion_show(ranks: RankPool, folders: dict[str, Path], 
     change_tensors(swapped, swap)
     good, config = tmp_path / "good", config_of(hf)
     assert main(["hf-to-megatron", str(hf), str(good)]) == 0
-    theta = {**config, "rope_theta": 21000.0}
+    theta = {**config, "rope_theta": 21000.0, "rope_parameters": {**config["rope_parameters"], "rope_theta": 21000.0}}
     unscaled = {**config, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}
     (found,) = ranks.run(score, 1, [(imported(swapped), config), (str(good), theta), (str(good), unscaled)])
     right = HFSide(hf).logprobs(TEXTS, None)

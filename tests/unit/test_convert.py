@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from checkpoint_tools.cli import main
 from dapo_megatron.policy.torch_dist import CheckpointReader
 from dapo_megatron.weights.hf_folder import HFFolder
 from dapo_megatron.weights.mapping import ModelShape
+from dapo_megatron.weights.safetensors_io import StreamedFile, read_header
 from tests.unit.hf_models import CONFIGS, random_tensors, write_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -64,8 +65,6 @@ def test_round_trip(tmp_path: Path, name: str, dtype: str, num_files: int, optio
 
 def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No larger than asked for, unless a tensor is; named and indexed as on the hub; readable by safetensors itself."""
-    from safetensors.torch import load_file
-
     config = CONFIGS["qwen2_untied"]
     tensors = random_tensors(config, torch.float32)
     assert to_megatron(write_model(tmp_path / "source", config, tensors), tmp_path / "megatron") == 0
@@ -84,6 +83,17 @@ def test_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [p.name for p in (tmp_path / "one").glob("*safetensors*")] == ["model.safetensors"]
     assert_equal(load_file(tmp_path / "one/model.safetensors"), tensors)
     assert f"{tmp_path / 'one'}: HF folder, 1 *.safetensors, 0.00 GB, " in capsys.readouterr().out
+
+
+def test_tensors_of_a_streamed_file_are_aligned(tmp_path: Path) -> None:
+    """As readers that map the file want it, in whatever order they are written."""
+    tensors = {"odd": torch.ones(3, dtype=torch.bfloat16), "wide": torch.tensor([1.5, 2.5]), "none": torch.empty(0, 2)}
+    with StreamedFile(tmp_path / "x.safetensors", {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}) as file:
+        for name in ("odd", "none", "wide"):
+            file.write(name, tensors[name])
+    entries = read_header(tmp_path / "x.safetensors")
+    assert entries["wide"].start % 8 == 0 and entries["odd"].start % 2 == 0
+    assert_equal(load_file(tmp_path / "x.safetensors"), tensors)
 
 
 def test_layers_are_together_and_cut_as_asked_for(tmp_path: Path) -> None:
@@ -361,6 +371,16 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capsys: pytest
     assert to_megatron(source, tmp_path / "megatron") == 0
     assert to_hf(tmp_path / "megatron", tmp_path / "out", "--hf", str(other)) == 1
     assert "has shape (3, 48), config.json says (4, 48)" in capsys.readouterr().err
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_checkpoint_that_is_cut_off_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before anything is written, though the last layer's tensors are read last."""
+    assert to_megatron(write_model(tmp_path / "source", CONFIGS["qwen3"]), tmp_path / "megatron", "--pp", "3") == 0
+    last = tmp_path / "megatron" / "__2_0.distcp"
+    last.write_bytes(last.read_bytes()[:-1])
+    assert to_hf(tmp_path / "megatron", tmp_path / "out") == 1
+    assert "__2_0.distcp: has " in capsys.readouterr().err
     assert not (tmp_path / "out.partial").exists()
 
 

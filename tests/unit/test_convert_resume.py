@@ -109,6 +109,7 @@ def test_killed_at_any_moment(
     assert num_resumed > len(photos) / 2  # the first part is not yet whole in others
 
 
+@pytest.mark.slow
 def test_killed_for_real(command: list[str], tmp_path: Path) -> None:
     """By SIGKILL in its second part."""
     code = f"""
@@ -168,11 +169,14 @@ def test_two_at_once(command: list[str], tmp_path: Path, capsys: pytest.CaptureF
 # --- a full disk ---
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+@pytest.fixture(params=[84, 88, 92, 96, 100])
+def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A file system of so many KiB: it is full within another write, which torch's writer makes different errors of."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", folder], capture_output=True, text=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={request.param}k", "tmpfs", folder], capture_output=True, text=True
+    )
     if mounted.returncode:
         pytest.skip(f"mounting a small file system isn't allowed here: {mounted.stderr.strip()}")
     yield folder
@@ -198,6 +202,7 @@ def test_a_full_disk(command: list[str], small_disk: Path, tmp_path: Path, capsy
 # --- memory ---
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """Of a model of 400 MB a parameter and what it becomes are held: 60 MB with all that torch takes on the way."""
     config = {
