@@ -140,7 +140,7 @@ OUTPUTS = {
 }
 IMPORTS = {
     "import": ("checkpoint_tools.hf_to_megatron",),
-    "export": ("checkpoint_tools.megatron_to_hf", "dapo_megatron.policy.safe_unpickle"),
+    "export": ("checkpoint_tools.megatron_to_hf",),
     "mbridge_import": ("mbridge", "dapo_megatron.policy.policy"),
     "mbridge_export": ("mbridge", "dapo_megatron.policy.policy"),
 }

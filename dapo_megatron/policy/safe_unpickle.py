@@ -6,10 +6,8 @@ change. An unpickled file may call any function. Here each goes through a list o
 classes (argparse.Namespace of its arguments, OptimizerConfig ...) to torch's list when it is imported.
 """
 
-import importlib
 import io
 import pickle
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,24 +21,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, set_element
 
 from dapo_megatron.policy.checkpoint_errors import reading_errors
-
-_METADATA = "torch.distributed.checkpoint.metadata"
-_PLANNER = "torch.distributed.checkpoint.planner"
-_FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # up to torch 2.2
-# What `.metadata` is made of, besides torch's dtypes. Whatever they are called with, none runs code of the file's choice.
-_ALLOWED = {
-    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")),
-    *((_METADATA, f"{kind}StorageMetadata") for kind in ("Bytes", "Chunk", "Tensor")),
-    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
-    *((_FILESYSTEM, name) for name in ("_StorageInfo", "_StoragePrefix")),
-    *((_SHARDED, name) for name in ("TensorProperties", "MEM_FORMAT_ENCODING")),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("pathlib", "PosixPath"),
-}
+from dapo_megatron.policy.safe_metadata import MetadataUnpickler, explaining
 
 
 @contextmanager
@@ -66,15 +47,6 @@ def safe_unpickling(folder: Path) -> Iterator[None]:
         raise
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return getattr(importlib.import_module(module), name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"GLOBAL {module}.{name} is not allowed")
-
-
 class _Reader:
     """Takes the place of what unpickles."""
 
@@ -84,7 +56,7 @@ class _Reader:
 
     def load_metadata(self, file: IO[bytes]) -> Any:
         with self._explaining(Path(file.name)):
-            return _MetadataUnpickler(file).load()
+            return MetadataUnpickler(file).load()
 
     def load_common(self, checkpoint_dir: str | Path) -> Any:
         path = Path(checkpoint_dir) / serialization.COMMON_STATE_FNAME
@@ -110,17 +82,11 @@ class _Reader:
     @contextmanager
     def _explaining(self, file: Path) -> Iterator[None]:
         try:
-            yield
-        except (pickle.UnpicklingError, RuntimeError, EOFError, AttributeError, TypeError, ValueError, ImportError) as error:
-            if found := re.search(r"GLOBAL (\S+)", str(error)):
-                message = (
-                    f"{file}: not loaded, since it asks for {found.group(1)}, which no checkpoint needs and which could run "
-                    "code; use a checkpoint that Megatron or this program has written, from a source that you trust"
-                )
-            else:
-                message = f"{file}: can't be read as a part of a checkpoint ({type(error).__name__}: {error})"
-            self.refusals.append(ValueError(message))
-            raise self.refusals[-1] from error
+            with explaining(file):
+                yield
+        except ValueError as error:
+            self.refusals.append(error)
+            raise
 
 
 def _holds_data(item: Any) -> bool:

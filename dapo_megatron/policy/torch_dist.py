@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dapo_megatron.checkpoint_files import sync
+from dapo_megatron.policy.safe_metadata import safe_metadata
 from dapo_megatron.weights.mapping import Index, ModelShape, Rule, rules_for, stored_keys, stored_place, stored_shape
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -49,15 +50,12 @@ class CheckpointReader:
     stored. ValueError if `folder` holds no torch_dist checkpoint, or one whose metadata can't be read or would run code."""
 
     def __init__(self, folder: Path) -> None:
-        # Brings Megatron along, which takes seconds; who only writes does without.
-        from dapo_megatron.policy.safe_unpickle import safe_unpickling
-
         self.folder = folder
         if not (folder / ".metadata").is_file():
             raise ValueError(f"{folder}: no .metadata: not a torch_dist checkpoint (or one whose writing didn't end)")
         self._files = FileSystemReader(folder)
         try:
-            with safe_unpickling(folder):
+            with safe_metadata():
                 self.metadata = self._files.read_metadata()
             self._files.set_up_storage_reader(self.metadata, is_coordinator=True)
             entries = self.metadata.state_dict_metadata

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 
 from checkpoint_tools import hf_to_megatron
 from checkpoint_tools.cli import main
+from tests.small_disk import small_disk
 from tests.unit.hf_models import CONFIGS, write_model
 
 COMMANDS = {"hf-to-megatron": ["--tp", "2", "--pp", "2"], "megatron-to-hf": ["--max-shard-size", "20KB"]}
@@ -169,34 +170,19 @@ def test_two_at_once(command: list[str], tmp_path: Path, capsys: pytest.CaptureF
 # --- a full disk ---
 
 
-@pytest.fixture(params=[84, 88, 92, 96, 100])
-def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A file system of so many KiB: it is full within another write, which torch's writer makes different errors of."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={request.param}k", "tmpfs", folder], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"mounting a small file system isn't allowed here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def test_a_full_disk(command: list[str], small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = small_disk / "out"
-    assert main([*command, str(out)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"checkpoint_tools: {out}: writing failed: [Errno 28] No space left on device")
-    assert line.endswith(
-        f"kept in {out}.partial: start the same command again once there is room on the disk, and it goes on from there"
-    )
-    assert not out.exists()
-    subprocess.run(["mount", "-o", "remount,size=4m", small_disk], check=True)
-    assert main([*command, str(out)]) == 0
-    assert "going on with" in capsys.readouterr().err
-    assert main([*command, str(tmp_path / "other")]) == 0
-    assert content(out) == content(tmp_path / "other")
+def test_a_full_disk(command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with small_disk(tmp_path / "disk", 96) as disk:
+        out = disk / "out"
+        assert main([*command, str(out)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"checkpoint_tools: {out}: writing failed: [Errno 28] No space left on device")
+        assert f"kept in {out}.partial: start the same command again once there is room on the disk" in line
+        assert not out.exists()
+        subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+        assert main([*command, str(out)]) == 0
+        assert "going on with" in capsys.readouterr().err
+        assert main([*command, str(tmp_path / "other")]) == 0
+        assert content(out) == content(tmp_path / "other")
 
 
 # --- memory ---
@@ -219,7 +205,6 @@ import re
 from pathlib import Path
 from checkpoint_tools import hf_to_megatron, megatron_to_hf
 from checkpoint_tools.cli import main
-from dapo_megatron.policy import safe_unpickle  # whose import takes more than a conversion
 def megabytes(what): return int(re.search(what + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1e3
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
 before = megabytes("VmRSS")

@@ -52,6 +52,12 @@ def test_every_weight_is_known_and_loaded(report: dict[str, Any], name: str) -> 
     assert report["odd_layer_norms"][name] == []
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_an_imported_checkpoint_has_every_object_that_is_wanted(report: dict[str, Any], name: str) -> None:
+    """Of what Transformer Engine's modules keep beside weights; Megatron refuses a checkpoint that lacks one."""
+    assert report["num_objects"][name] > 5 and report["objects_missing"][name] == []
+
+
 def test_single_precision_keeps_to_torch(report: dict[str, Any]) -> None:
     assert report["kernels"] == {"bfloat16": "transformer_engine", "float32": "torch"}
 
@@ -119,10 +125,13 @@ def _models(folder: Path) -> dict[str, Any]:
     """Every test model on LAYOUT's first and last rank with the weights of its HF folder, and the attention's call."""
     import torch
     from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from dapo_megatron.policy import model as model_builder
     from dapo_megatron.policy import weights_io
+    from dapo_megatron.policy.torch_dist import objects_beside
     from dapo_megatron.weights.hf_folder import HFFolder
     from dapo_megatron.weights.mapping import rule_of, rules_for
 
@@ -130,10 +139,13 @@ def _models(folder: Path) -> dict[str, Any]:
     cfg.parallel.recompute_modules = ["core_attn", "mlp"]
     dtypes = ("bfloat16", "float32")
     out: dict[str, Any] = {"hf_names": {}, "megatron_names": {}, "odd_layer_norms": {}}
+    out |= {"objects_missing": {}, "num_objects": {}}
     out["kernels"] = {dtype: model_builder.choose_kernels(getattr(torch, dtype)) for dtype in dtypes}
     for rank in (0, WORLD - 1):
         torch.distributed.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
-        parallel_state.initialize_model_parallel(2, 2, 2, context_parallel_size=2, create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            2, 2, 2, context_parallel_size=2, expert_tensor_parallel_size=1, create_gloo_process_groups=False
+        )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         for name in MODELS:
             hf = HFFolder(folder / name)
@@ -147,6 +159,10 @@ def _models(folder: Path) -> dict[str, Any]:
                 norms = out["odd_layer_norms"].setdefault(name, [])
                 if "norm" in key and not getattr(param, "sequence_parallel", False):
                     norms.append(key)  # finalize_model_grads would not sum its gradient over the tensor-parallel ranks
+            stored = [item for chunk in chunks for item in nested_values(chunk.sharded_state_dict())]
+            wanted = {item.unique_key for item in stored if isinstance(item, ShardedObject)}
+            out["objects_missing"].setdefault(name, []).extend(sorted(wanted - objects_beside(shape).keys()))
+            out["num_objects"][name] = len(wanted)
             out["attention"] = _attention_call(chunks[0].decoder.layers[0].self_attention.core_attention)
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()

@@ -25,6 +25,7 @@ from dapo_megatron.weights.mapping import (
     stored_place,
     stored_shape,
 )
+from tests.small_disk import small_disk
 from tests.unit.hf_models import CONFIGS
 
 SHAPE = ModelShape.from_hf(CONFIGS["qwen3"])
@@ -251,3 +252,16 @@ def test_a_part_that_fails_leaves_nothing(tmp_path: Path) -> None:
         CheckpointWriter(folder, work).write(0, [piece for piece, _ in chunks[:2]], tensors(), {})
     assert not any(folder.iterdir()) and not any(work.iterdir())
     assert not CheckpointWriter(folder, work).has(0)
+
+
+@pytest.mark.parametrize("kib", [16, 60])
+def test_no_space_left(tmp_path: Path, kib: int) -> None:
+    """Small tensors and large ones, of which torch's writer makes different errors."""
+    tensors = [torch.ones(n) for n in (10, 3000, 20000)]
+    pieces = [Piece(f"t{i}", (len(t),), (0,), (len(t),), t.dtype) for i, t in enumerate(tensors)]
+    with small_disk(tmp_path / "disk", kib) as disk:
+        (disk / "ck").mkdir()
+        (disk / "work").mkdir()
+        with pytest.raises(OSError, match="No space left on device"):
+            CheckpointWriter(disk / "ck", disk / "work").write(0, pieces, iter(tensors), {"object": [None]})
+        assert not any((disk / "ck").iterdir()) and not any((disk / "work").iterdir())
