@@ -71,8 +71,8 @@ def inspect(name: str, check: bool = False) -> dict[str, Any]:
 
 
 def _of_hf(folder: Path) -> dict[str, Any]:
+    from checkpoint_tools.hf_to_megatron import checked_shape
     from dapo_megatron.weights.hf_folder import HFFolder
-    from dapo_megatron.weights.mapping import check_hf_names
     from dapo_megatron.weights.safetensors_io import FLOATS
 
     model = HFFolder(folder)
@@ -80,7 +80,7 @@ def _of_hf(folder: Path) -> dict[str, Any]:
         (str(FLOATS.get(entry.dtype, entry.dtype)).removeprefix("torch."), math.prod(entry.shape), entry.nbytes)
         for entry in model.entries.values()
     ]
-    problems = _problems(model.config, lambda shape: check_hf_names(model.entries, shape, str(folder)))
+    problems = _problems(model.config, lambda _: checked_shape(model))
     return {**_weights(tensors), **_files(folder), **_of_config(model.config), "problems": problems}
 
 
