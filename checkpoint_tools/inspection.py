@@ -84,7 +84,7 @@ def _of_hf(folder: Path) -> dict[str, Any]:
     return {**_weights(tensors), **_files(folder), **_of_config(model.config), "problems": problems}
 
 
-def _problems(config: dict[str, Any], check: Callable[[Any], None]) -> list[str]:
+def _problems(config: dict[str, Any], check: Callable[[Any], object]) -> list[str]:
     """What `check` has against the model of a config.json. Of one that isn't known here nothing can be said."""
     from dapo_megatron.weights.mapping import ModelShape
 
