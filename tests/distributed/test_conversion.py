@@ -11,6 +11,7 @@ from tests.distributed.harness import LAYOUTS, RankPool, make_config
 from tests.distributed.test_checkpoint_files import save
 from tests.distributed.test_state import all_tensors
 
+SLOW = pytest.mark.slow
 FAMILIES = ("llama_untied", "qwen2_tied", "qwen3_untied")
 
 
@@ -42,7 +43,7 @@ def differences(rank: int, cfg: Any, cases: list[tuple[str, str]]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2+SP", "PP2", "TP2xPP2"])
+@pytest.mark.parametrize("layout", [pytest.param("one rank", marks=SLOW), pytest.param("TP2+SP", marks=SLOW), "PP2", "TP2xPP2"])
 def test_megatron_loads_what_was_imported(
     ranks: RankPool, models: dict[str, Path], imported: dict[str, Path], layout: str
 ) -> None:
@@ -51,7 +52,9 @@ def test_megatron_loads_what_was_imported(
     assert ranks.run(differences, cfg.world_size, cfg, cases) == [[]] * cfg.world_size
 
 
-@pytest.mark.parametrize("layout", ["one rank", "EP2", "TP2xEP2", "PP2xEP2"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("one rank", marks=SLOW), "EP2", "TP2xEP2", pytest.param("PP2xEP2", marks=SLOW)]
+)
 def test_megatron_loads_imported_experts(ranks: RankPool, models: dict[str, Path], tmp_path: Path, layout: str) -> None:
     cfg = make_config(**LAYOUTS[layout])
     assert main(["hf-to-megatron", str(models["qwen3_moe"]), str(tmp_path / "out"), "--tp", "2", "--ep", "2"]) == 0

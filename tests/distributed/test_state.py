@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tests.distributed.harness import LAYOUTS, MODELS, RankPool, make_config, make_samples, pack
 
 SMALL = ("one rank", "TP2+SP", "PP2", "PP2 VPP2", "CP2", "DP2")
-EXPERTS = [(layout, "qwen3_moe") for layout in ("EP2", "TP2xEP2", "TP2xEP4")]
+EXPERTS = [pytest.param(layout, "qwen3_moe", marks=pytest.mark.slow) for layout in ("EP2", "TP2xEP2", "TP2xEP4")]
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -333,6 +333,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_its_killed_owner_and_senders_notice(tiny_model_dir, model, tmp_path):
     command = [sys.executable, "-c", _OWNER, str(tiny_model_dir), str(tmp_path / "log")]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
