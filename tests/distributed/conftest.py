@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.harness import MODELS, RankPool, make_model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # no longer than these tests: threads that a process group left behind take time from others
 def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
