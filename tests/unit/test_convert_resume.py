@@ -190,7 +190,7 @@ def test_a_full_disk(command: list[str], tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Of a model of 400 MB a parameter and what it becomes are held: 60 MB with all that torch takes on the way."""
+    """Of a model of 400 MB a parameter and what it becomes are held: under 100 MB with all that torch and late imports take on the way."""
     config = {
         **CONFIGS["qwen2_untied"],
         "num_hidden_layers": 28,
@@ -216,7 +216,7 @@ print(megabytes("VmHWM") - before)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120, check=True)
     size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
     grown = [float(line) for line in done.stdout.splitlines() if "/" not in line]
-    assert size > 400e6 and len(grown) == 2 and max(grown) < 60, (size, grown)
+    assert size > 400e6 and len(grown) == 2 and max(grown) < 100, (size, grown)
 
 
 def large_tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
