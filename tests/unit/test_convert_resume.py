@@ -190,7 +190,7 @@ def test_a_full_disk(command: list[str], tmp_path: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
-    """Of a model of 400 MB a parameter and what it becomes are held: under 100 MB with what torch takes and imports on the way."""
+    """Of a model of 400 MB a parameter and what it becomes are held: under 100 MB with what torch takes on the way."""
     config = {
         **CONFIGS["qwen2_untied"],
         "num_hidden_layers": 28,
