@@ -56,6 +56,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def os_error_within(error: BaseException) -> BaseException:
+    """On a full disk torch's writer fails once more while it is left, and with a riddle ("unexpected pos")."""
+    chain: BaseException | None = error
+    while chain is not None and not isinstance(chain, OSError):
+        chain = chain.__cause__ or chain.__context__
+    return chain or error
+
+
 def damage(checkpoint: Path, read: bool = True) -> str:
     """What is wrong with a checkpoint's files, by their manifest; "" if nothing is. Reads all of it, unless sizes differ.
     Without `read` it looks at the sizes only."""

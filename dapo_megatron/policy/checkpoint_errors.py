@@ -10,6 +10,8 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dapo_megatron.checkpoint_files import os_error_within
+
 
 @contextmanager
 def reading_errors() -> Iterator[None]:
@@ -29,7 +31,7 @@ def writing_errors() -> Iterator[None]:
     def raising(*args: Any, **kwargs: Any) -> Any:
         output = write(*args, **kwargs)
         if kwargs.get("results_queue") is None and isinstance(output[1], Exception):  # not one of several threads
-            raise _os_error_within(output[1])
+            raise os_error_within(output[1])
         return output
 
     try:
@@ -47,11 +49,3 @@ def _first(error: CheckpointException) -> Exception:
         return cause
     text = re.sub(r"^Worker failure: .* error: ", "", str(cause))  # Megatron's words around it
     return RuntimeError(f"rank {rank}: {text}")
-
-
-def _os_error_within(error: BaseException) -> BaseException:
-    """Torch's writer fails once more, and with a riddle ("unexpected pos"), while it is left because of a full disk."""
-    chain: BaseException | None = error
-    while chain is not None and not isinstance(chain, OSError):
-        chain = chain.__cause__ or chain.__context__
-    return chain or error

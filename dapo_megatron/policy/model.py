@@ -54,6 +54,25 @@ def _rope(hf: dict[str, Any]) -> tuple[float, float | None]:
     raise ValueError(f"rope scaling {params}: only default and Llama 3's (low 1, high 4, original length 8192) are supported")
 
 
+def _experts(hf: dict[str, Any], shape: ModelShape, ep: int, fused: bool) -> dict[str, Any]:
+    """What the configuration of a model with experts says besides; {} for a dense one."""
+    if not shape.num_experts:
+        return {}
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.ffn_size,
+        "moe_router_topk": hf["num_experts_per_tok"],
+        # softmax over the chosen experts is what HF gets by dividing their probabilities by their sum
+        "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused,
+        "expert_model_parallel_size": ep,
+        "expert_tensor_parallel_size": 1,
+    }
+
+
 def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> TransformerConfig:
     if hf.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act: {hf['hidden_act']!r}: only silu is supported")
@@ -67,21 +86,6 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
         "selective": {"recompute_granularity": "selective", "recompute_modules": list(parallel.recompute_modules)},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     }
-    moe: dict[str, Any] = {}
-    if shape.num_experts:
-        moe = {
-            "num_moe_experts": shape.num_experts,
-            "moe_ffn_hidden_size": shape.ffn_size,
-            "moe_router_topk": hf["num_experts_per_tok"],
-            # softmax over the chosen experts is what HF gets by dividing their probabilities by their sum
-            "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-            "moe_grouped_gemm": fused,
-            "moe_permute_fusion": fused,
-            "expert_model_parallel_size": parallel.ep,
-            "expert_tensor_parallel_size": 1,
-        }
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=hf["hidden_size"],
@@ -121,7 +125,7 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
         gradient_accumulation_fusion=False,
         persist_layer_norm=fused,
         **recompute[parallel.recompute],
-        **moe,
+        **_experts(hf, shape, parallel.ep, fused),
     )
 
 

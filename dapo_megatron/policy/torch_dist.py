@@ -33,11 +33,11 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dapo_megatron.checkpoint_files import sync
+from dapo_megatron.checkpoint_files import os_error_within, sync
 from dapo_megatron.policy.safe_metadata import safe_metadata
 from dapo_megatron.weights.mapping import Index, ModelShape, Rule, rules_for, stored_keys, stored_place, stored_shape
+from dapo_megatron.weights.safetensors_io import FLOATS
 
-FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # What a checkpoint may hold besides weights.
 _NO_WEIGHT = re.compile(
     r"(chained_\d+\.)?optimizer\.|opt_param_scheduler|rng_state|rerun_state_machine_state|common_state|.*\._extra_state"
@@ -122,7 +122,7 @@ class CheckpointReader:
         fits = rest[1:] == expected[1:] and rest[0] >= expected[0] if rule.kind == "vocab" else rest == expected
         if size[: len(sizes)] != sizes or not fits:
             raise ValueError(f"{self.folder}: tensor {key} has shape {size}, config.json says {sizes + expected}")
-        if dtype not in FLOATS:
+        if dtype not in FLOATS.values():
             raise ValueError(f"{self.folder}: tensor {key} is {str(dtype)[6:]}: quantised weights have to be dequantised first")
         return key, offsets
 
@@ -205,7 +205,7 @@ class CheckpointWriter:
             results = FileSystemWriter(self._work).write_data(plan, _From(tensors, objects)).wait()
         except BaseException as error:
             (self._work / name).unlink(missing_ok=True)  # room, for what others write
-            raise (_os_error_within(error) if isinstance(error, RuntimeError) else error) from None
+            raise (os_error_within(error) if isinstance(error, RuntimeError) else error) from None
         (self._work / name).rename(self._folder / name)
         sync(self._folder)
         by_place = {(piece.key, piece.offsets): piece for piece in pieces}
@@ -319,14 +319,6 @@ def _object_item(name: str) -> WriteItem:
 def _overlap(a: ReadItem, b: ReadItem) -> bool:
     sides = zip(a.dest_offsets, a.lengths, b.dest_offsets, b.lengths, strict=True)
     return all(x < y + n and y < x + m for x, m, y, n in sides)
-
-
-def _os_error_within(error: BaseException) -> BaseException:
-    """On a full disk torch's writer fails once more while it is left, and with a riddle ("unexpected pos")."""
-    chain: BaseException | None = error
-    while chain is not None and not isinstance(chain, OSError):
-        chain = chain.__cause__ or chain.__context__
-    return chain or error
 
 
 def _reason(error: Exception) -> str:

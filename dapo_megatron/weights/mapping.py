@@ -39,6 +39,9 @@ class ModelShape:
         odd = [name for name in sizes if name in config and not (isinstance(config[name], int) and config[name] > 0)]
         if odd:
             raise ValueError(f"config.json: {odd[0]} is {config[odd[0]]!r}; it must be a number from 1 up")
+        heads, groups = config.get("num_attention_heads", 1), config.get("num_key_value_heads") or 1
+        if heads % groups:
+            raise ValueError(f"config.json: num_key_value_heads ({groups}) does not divide num_attention_heads ({heads})")
         family = config.get("model_type", "")
         if family not in FAMILIES:
             raise ValueError(f"model_type: {family!r} has no weight mapping; supported are {', '.join(FAMILIES)}")

@@ -6,7 +6,6 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import torch
 
 from tests.distributed.harness import RankPool, make_config
 from tests.distributed.test_state import worker_for
+from tests.small_disk import small_disk as disk_of
 
 
 class Evil:
@@ -177,14 +177,8 @@ def test_a_checkpoint_says_what_model_it_is(ranks: RankPool, models: dict[str, P
 @pytest.fixture(params=[16, 128])
 def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A file system of so many KiB: it is full within another tensor, and torch's writer fails in another way."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    options = f"size={request.param}k"
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a small file system isn't allowed here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with disk_of(tmp_path / "small", request.param) as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
@@ -21,6 +20,7 @@ from dapo_megatron.telemetry.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.integration.cli_run import CliRun, assert_same_run, kill_marked
 from tests.integration.solo import CONTEXT, SoloRun, die
+from tests.small_disk import small_disk as disk_of
 
 # Small groups, so that many are filtered and each step takes another number of prompts; four groups at a time and what is over
 # at the end of a step is carried into the next; epochs of 10 prompts.
@@ -310,13 +310,8 @@ def test_two_jobs_on_one_folder(whole: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", folder], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"mounting a small file system isn't allowed here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", folder], check=True)
+    with disk_of(tmp_path / "disk", 32 * 1024) as folder:
+        yield folder
 
 
 def fill(disk: Path) -> None:

@@ -121,7 +121,7 @@ from checkpoint_tools.cli import main
 hf_to_megatron.PART_BYTES = 30_000
 original = os.fsync
 def fsync(descriptor):
-    if any(p.name.startswith(("__1_", "model-00002")) for p in Path({str(tmp_path)!r}).glob("*/work/*")):
+    if any(p.parent.name == "work" and p.name.startswith(("__1_", "model-00002")) for p in Path({str(tmp_path)!r}).rglob("*")):
         os.kill(os.getpid(), signal.SIGKILL)
     original(descriptor)
 os.fsync = fsync

