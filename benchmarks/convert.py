@@ -158,6 +158,9 @@ def run_case(name: str, folder: Path) -> None:
     for module in ("dapo_megatron.policy", *IMPORTS.get(name, ())):
         importlib.import_module(module)
     gc.collect()
+    # Here, not earlier: all cases write into memory that was just freed. On a virtual machine fresh memory is several times
+    # slower, and in the cases' unequal times for imports freed memory goes back to the host.
+    shutil.rmtree(folder / OUTPUTS[name], ignore_errors=True)
     before, peak, done = resident_bytes(), 0, threading.Event()
 
     def watch() -> None:
@@ -193,7 +196,6 @@ def main() -> None:
         results: dict[str, dict[str, float]] = {}
         for _ in range(args.repeat):  # in turns: a shared disk is not always as fast
             for name in chosen:
-                shutil.rmtree(folder / OUTPUTS[name], ignore_errors=True)
                 command = [sys.executable, __file__, "--case", name, "--dir", str(folder)]
                 done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
                 if done.returncode:
