@@ -151,7 +151,11 @@ class ParallelConfig:
     ep: int = 1  # an MoE layer's experts are spread over this many of the tp x cp x dp ranks, each whole on its rank
     sequence_parallel: bool = False
     max_tokens_per_microbatch: int = 8192  # of all context-parallel ranks together
-    logprob_chunk_tokens: int = 1024  # rows of logits that exist at a time
+    # Pack a prompt once for all its responses in a micro-batch instead of once for each: same loss and gradients, fewer tokens.
+    # On GPUs FlexAttention then takes the place of Transformer Engine's attention.
+    share_prompts: bool = False
+    # Response tokens whose logits exist at a time. 0: as many as fit 200 MB on CPU and 2 GB on GPUs.
+    logprob_chunk_tokens: int = 0
     # Activations computed again in the backward. full: of every layer; selective: of recompute_modules only.
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_modules: list[str] = field(default_factory=lambda: ["core_attn"])  # of RECOMPUTE_MODULES

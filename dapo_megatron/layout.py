@@ -61,8 +61,31 @@ def sizes_text(parallel: ParallelConfig) -> str:
     p = parallel
     sizes = [f"tp {p.tp}", f"pp {p.pp}", *([f"cp {p.cp}"] if p.cp > 1 else []), f"dp {p.dp}"]
     extras = [f"experts over {p.ep} ranks"] * (p.ep > 1) + [f"{p.vpp} model chunks a stage"] * (p.vpp > 1)
-    extras += ["sequence parallel"] * p.sequence_parallel
+    extras += ["sequence parallel"] * p.sequence_parallel + ["prompts shared"] * p.share_prompts
     return ", ".join([" x ".join(sizes), *extras])
+
+
+def sharing_text(config: Config, mean_prompt_tokens: float) -> str:
+    """What parallel.share_prompts saves on such prompts, for responses of the longest and of a quarter of that length; "" where
+    it is off and would save less than a tenth of the tokens even of short responses."""
+    longest = config.rollout.max_response_tokens
+    quarter = max(1, longest // 4)
+    short, long = (_shared_part(config, mean_prompt_tokens, length) for length in (quarter, longest))
+    if not config.parallel.share_prompts and short < 0.1:
+        return ""
+    off = "" if config.parallel.share_prompts else "off; with parallel.share_prompts=true "
+    return (
+        f"{off}{mean_prompt_tokens:.0f} tokens of a prompt are packed once for up to {config.sampling.samples_per_prompt} "
+        f"responses: {short:.0%} fewer tokens with responses of {quarter}, {long:.0%} with {longest}"
+    )
+
+
+def _shared_part(config: Config, prompt: float, response: int) -> float:
+    """Of a group's packed tokens, the part that sharing its prompt saves. A response's last token isn't packed."""
+    samples, budget = config.sampling.samples_per_prompt, config.parallel.max_tokens_per_microbatch
+    fitting = max(1, int((budget - prompt) // max(response - 1, 1)))  # responses beside their prompt in a micro-batch
+    num_prompts = math.ceil(samples / fitting)
+    return (samples - num_prompts) * prompt / (samples * (prompt + response - 1))
 
 
 def layout_text(config: Config) -> str:

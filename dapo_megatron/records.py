@@ -77,13 +77,20 @@ class Sample:
 
 @dataclass
 class MicroBatch:
-    """Whole samples packed one after the other, without padding. T tokens, S samples, R response tokens.
+    """Trees of samples packed one after the other. T tokens, S trees, R response tokens.
 
-    `targets[r]` is the r-th response token and `positions[r]` the place in `token_ids` of the token that predicts it.
+    A tree is a trunk, the prompt, and behind it a branch for each response. A token sees the tokens of its tree that don't
+    stand behind it and are in the trunk or in its own branch (algo.attention_plan.sees). A sample by itself is all trunk. A
+    response's last token isn't packed: what it predicts is never trained.
+
+    `targets[r]` is the r-th response token and `positions[r]` the place in `token_ids` of the token that predicts it: for the
+    first one of every branch that is the trunk's last, so that places repeat.
     """
 
     token_ids: np.ndarray  # int32 [T]
-    cu_seqlens: np.ndarray  # int32 [S + 1]
+    position_ids: np.ndarray  # int32 [T], place within the prompt and the token's own response
+    branch: np.ndarray  # int32 [T], 0: trunk, 1 ...: number of the branch in its tree
+    cu_seqlens: np.ndarray  # int32 [S + 1], where the trees begin and end
     positions: np.ndarray  # int64 [R]
     targets: np.ndarray  # int64 [R]
     rollout_logprobs: np.ndarray  # float32 [R]

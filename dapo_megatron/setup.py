@@ -10,7 +10,7 @@ from dapo_megatron.config import Config
 from dapo_megatron.data.rows import overlap
 from dapo_megatron.data.sources import load_rows
 from dapo_megatron.data.stream import PromptStream, eval_prompts
-from dapo_megatron.layout import sizes_text
+from dapo_megatron.layout import sharing_text, sizes_text
 from dapo_megatron.records import Prompt
 from dapo_megatron.reward.verifiers import validate_gold
 from dapo_megatron.rollout.engine import SamplingParams
@@ -42,6 +42,7 @@ class Prepared:
         start = f", resuming after step {folder.resumed_step} ({folder.checkpoint})" if folder.checkpoint else ""
         changed = {"changed": "; ".join(folder.changes)} if folder.changes else {}
         damaged = {"damaged": folder.damaged} if folder.damaged else {}
+        sharing = sharing_text(self.cfg, self.stream.mean_prompt_tokens)
         warning = f", {self.num_overlap} of the data set's problems are trained on as well!" if self.num_overlap else ""
         return {
             "run": f"{folder.path}{start}",
@@ -51,6 +52,7 @@ class Prepared:
             "prompts": self.stream.summary,
             "held out": f"{len(self.eval_prompts)} prompts{self.held_out_dropped}{warning}",
             "trainer": f"{self.cfg.world_size} rank(s): {sizes_text(parallel)}",
+            **({"sharing": sharing} if sharing else {}),
             "rollout": f"{rollout.engine}, {rollout.num_servers} server(s)" if rollout.engine == "sglang" else rollout.engine,
         }
 

@@ -18,8 +18,8 @@ STALENESS = (-1.5, -0.1, 0.1, 1.5)
 def audit_batch(cfg: Config, stream: PromptStream) -> list[Sample]:
     """audit.sequences samples of at most audit.max_tokens tokens, the same for every layout.
 
-    A sequence is a prompt, continued with the next ones where it is short, and its last tokens are the response: text that a
-    model finds likely, so that bf16 rounds it little. Responses are as uneven as real ones, from one token up to half of
+    A sequence is its group's prompt, continued with later ones where it is short, and its last tokens are the response: text
+    that a model finds likely, so that bf16 rounds it little. Responses are as uneven as real ones, from one token up to half of
     max_tokens, one of them masked. `rollout_logprobs` are STALENESS at the stale quarter of the tokens, to be added to a
     policy's log-probs (with_old_logprobs), so that the clips act.
     """
@@ -27,7 +27,7 @@ def audit_batch(cfg: Config, stream: PromptStream) -> list[Sample]:
     half = cfg.audit.max_tokens // 2
     samples = []
     for i, length in enumerate(np.geomspace(1, half, cfg.audit.sequences).round().astype(int).tolist()):
-        tokens = list(stream.at(i).token_ids)
+        tokens = list(stream.at(i - i % GROUP_SIZE).token_ids)
         prompt_len = min(len(tokens), half)
         following = i
         while len(tokens) < prompt_len + length:

@@ -10,6 +10,7 @@ from torch import Tensor
 from dapo_megatron.audit.record import Record
 from dapo_megatron.audit.reference import ReferenceStep, clip_scale
 from dapo_megatron.config import OptimizerConfig
+from dapo_megatron.records import Sample
 
 # By the dtype of forward and backward. "loss" and "logprob" are absolute, all else relative: "gradient" and "update" for every
 # tensor by norm, "all grads" for all tensors together.
@@ -84,7 +85,8 @@ def compare(
     add("loss", abs(record.facts["loss"] - reference.loss))
     add("grad norm", _ratio(abs(record.facts["grad_norm"] - reference.grad_norm), reference.grad_norm))
     result.first_token = _first_token(record, reference.logprobs, tolerance["logprob"])
-    add("logprob", max(_token_differences(a, b).max() for a, b in zip(record.logprobs, reference.logprobs, strict=True)))
+    tokens = zip(record.samples, record.logprobs, reference.logprobs, strict=True)
+    add("logprob", max(_token_differences(*token).max() for token in tokens))
     scale = clip_scale(reference.grad_norm, settings.clip_grad)
     smallest = SMALLEST_SHARE * scale * reference.grad_norm
     alone = {d.name: d.value for d in single.differences if d.what == "gradient"} if single else {}
@@ -107,14 +109,14 @@ def _ratio(error: float, size: float) -> float:
     return error / size if size > 0 else (0.0 if error == 0 else float("inf"))
 
 
-def _token_differences(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """|a - b|, with nan counted as infinitely far."""
-    return np.nan_to_num(np.abs(a - b), nan=np.inf)
+def _token_differences(sample: Sample, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """|a - b| of a response's tokens, 0 where masked, with nan counted as infinitely far."""
+    return np.where(sample.mask, np.nan_to_num(np.abs(a - b), nan=np.inf), 0.0)
 
 
 def _first_token(record: Record, reference: list[np.ndarray], tolerance: float) -> FirstToken | None:
     for number, (sample, have, want) in enumerate(zip(record.samples, record.logprobs, reference, strict=True)):
-        off = np.flatnonzero(_token_differences(have, want) > tolerance)
+        off = np.flatnonzero(_token_differences(sample, have, want) > tolerance)
         if len(off):
             place = int(off[0])
             token = int(sample.token_ids[sample.prompt_len + place])

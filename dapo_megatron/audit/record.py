@@ -32,7 +32,7 @@ class StepTrainer(Protocol):
 class Trainer(StepTrainer, Protocol):
     """The trainer ranks, as seen from here."""
 
-    async def token_logprobs(self, index: int) -> list[float]: ...
+    async def token_logprobs(self, index: int) -> dict[int, float]: ...
     async def export_hf(self, out: str) -> None: ...
     async def write_gradients(self, out: str) -> None: ...
 
@@ -59,8 +59,11 @@ class RecordedTrainer:
     async def old_logprobs(self) -> list[dict[str, float]]:
         drift = await self._trainer.old_logprobs()
         if self._index >= 0:
-            logprobs = await self._trainer.token_logprobs(self._index)
-            np.save(self._partial / "logprobs.npy", np.array(logprobs, np.float32))
+            found = await self._trainer.token_logprobs(self._index)
+            mask = np.concatenate([sample.mask for sample in self._minibatches[self._index]])
+            logprobs = np.where(mask, np.nan, 0.0).astype(np.float32)  # one that wasn't computed though it counts: a difference
+            logprobs[list(found)] = list(found.values())
+            np.save(self._partial / "logprobs.npy", logprobs)
         return drift
 
     async def update(self, index: int, lr: float) -> list[dict[str, float]]:
@@ -94,7 +97,7 @@ class Record:
 
     facts: dict[str, Any]  # see RecordedTrainer._finish
     samples: list[Sample]
-    logprobs: list[np.ndarray]  # float32 [L] of each response, by the weights before
+    logprobs: list[np.ndarray]  # float32 [L] of each response, by the weights before; 0 where masked
     before: HFFolder
     gradients: HFFolder  # as clipped
     after: HFFolder | None

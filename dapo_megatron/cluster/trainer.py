@@ -75,10 +75,9 @@ class PolicyGroup:
         """Statistics of each model replica."""
         return [stats for stats in await self._all("old_logprobs") if stats]
 
-    async def token_logprobs(self, index: int) -> list[float]:
-        """What old_logprobs found for mini-batch `index`, token after token of its samples."""
-        found = {number: value for part in await self._all("token_logprobs", index) for number, value in part.items()}
-        return [found[number] for number in range(len(found))]
+    async def token_logprobs(self, index: int) -> dict[int, float]:
+        """What old_logprobs found for mini-batch `index`, by the response tokens' numbers (MicroBatch), those in the mask."""
+        return {number: value for part in await self._all("token_logprobs", index) for number, value in part.items()}
 
     async def update(self, index: int, lr: float) -> list[dict[str, float]]:
         """Statistics of each model replica."""

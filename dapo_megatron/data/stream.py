@@ -86,6 +86,11 @@ class PromptStream:
         return self._encoded.num_skipped_too_long
 
     @property
+    def mean_prompt_tokens(self) -> float:
+        """Of an epoch's prompts."""
+        return sum(map(len, self._encoded.token_ids)) / len(self)
+
+    @property
     def position(self) -> int:
         """Index of the prompt that `next` gives."""
         return self._position

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from dapo_megatron.config import Config
-from dapo_megatron.policy.attention import PackedAttention, RMSNorm
+from dapo_megatron.policy.attention import PackedAttention, RMSNorm, RotaryByPosition
 from dapo_megatron.weights.mapping import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -118,7 +118,7 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
         use_cpu_initialization=not on_gpu,
         calculate_per_token_loss=True,
         attention_softmax_in_fp32=True,
-        apply_rope_fusion=fused,
+        apply_rope_fusion=fused and not parallel.share_prompts,  # it knows no positions but 0, 1, ... in every tree
         bias_activation_fusion=fused,
         bias_dropout_fusion=fused,
         masked_softmax_fusion=False,
@@ -129,13 +129,16 @@ def transformer_config(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> Tr
     )
 
 
-def layer_spec(config: TransformerConfig, chunk: int | None) -> ModuleSpec:
-    """The layers of this pipeline stage (or one of its model chunks): Transformer Engine's, or the local spec with our norm and
-    core attention."""
+def layer_spec(config: TransformerConfig, chunk: int | None, share_prompts: bool) -> ModuleSpec:
+    """The layers of this pipeline stage (or one of its model chunks): Transformer Engine's, with our core attention for shared
+    prompts, which theirs has no masks for; or the local spec with our norm and core attention."""
     if choose_kernels(config.params_dtype) == "transformer_engine":
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=config.qk_layernorm
         )
+        if share_prompts:
+            layer.submodules.self_attention.submodules.core_attention = PackedAttention
+        return layer
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=False,
@@ -162,7 +165,7 @@ def build_model(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> list[GPTM
         chunk = number if cfg.parallel.vpp > 1 else None
         model = GPTModel(
             config,
-            layer_spec(config, chunk),
+            layer_spec(config, chunk, cfg.parallel.share_prompts),
             vocab_size=shape.padded_vocab(cfg.parallel.tp),
             max_sequence_length=hf.get("max_position_embeddings", 2048),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
@@ -174,5 +177,7 @@ def build_model(cfg: Config, hf: dict[str, Any], shape: ModelShape) -> list[GPTM
             rope_scaling_factor=rope_factor or 8.0,
             vp_stage=chunk,
         )
+        if not config.apply_rope_fusion:
+            model.rotary_pos_emb = RotaryByPosition(model.rotary_pos_emb.inv_freq)
         chunks.append(model.cuda(torch.cuda.current_device()) if torch.cuda.is_available() else model)
     return chunks

@@ -24,7 +24,7 @@ from torch import Tensor
 from dapo_megatron.algo.objective import dapo_objective, merge_stats
 from dapo_megatron.config import Config
 from dapo_megatron.policy import checkpoint, cpu_backend, model, pipeline_fixes, weights_io
-from dapo_megatron.policy.forward import DeviceBatch, LogprobHead, run_model
+from dapo_megatron.policy.forward import DeviceBatch, Head, LogprobHead, LossHead, run_model
 from dapo_megatron.records import MicroBatch
 from dapo_megatron.weights.hf_folder import HFFolder
 from dapo_megatron.weights.mapping import ModelShape
@@ -68,24 +68,37 @@ class Policy:
         weights_io.load_hf_weights(self.gpt, folder, self.shape)
         self.model = self._wrap()
         self.optimizer = self._optimizer()
-        self.head = LogprobHead(
-            self.shape.vocab_size,
-            cfg.rollout.temperature,
-            parallel.logprob_chunk_tokens,
-            with_entropy_grad=cfg.algorithm.entropy_coef != 0,
+        algorithm = cfg.algorithm
+        head = self.shape.vocab_size, cfg.rollout.temperature, parallel.logprob_chunk_tokens
+        self.logprob_head = LogprobHead(*head)
+        self.loss_head = LossHead(
+            *head,
+            partial(
+                _objective,
+                clip_low=algorithm.clip_low,
+                clip_high=algorithm.clip_high,
+                dual_clip=algorithm.dual_clip,
+                entropy_coef=algorithm.entropy_coef,
+            ),
         )
         self.minibatches: list[list[DeviceBatch]] = []
 
     def _wrap(self) -> list[DistributedDataParallel]:
         config = self.gpt[0].config
-        ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+        ddp_config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=True
+        )
         config.finalize_model_grads_func = finalize_model_grads
-        return [
+        wrapped = [
             DistributedDataParallel(
                 config=config, ddp_config=ddp_config, module=Float16Module(config, chunk) if config.bf16 else chunk
             )
             for chunk in self.gpt
         ]
+        # gradients are reduced during the last micro-batch's backward only
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        return wrapped
 
     def _optimizer(self) -> Any:
         settings = self.cfg.optimizer
@@ -121,16 +134,15 @@ class Policy:
         """
         batches = [batch for micro in self.minibatches for batch in micro]
         with torch.no_grad():
-            outputs = self._run(batches, _keep_logprobs, forward_only=True)
+            outputs = self._run(batches, self.logprob_head, _keep_logprobs, forward_only=True)
         stats = []
         for batch, output in zip(batches, outputs, strict=False):  # no outputs but on the last stage
             batch.trainer_logprobs = output["logprobs"]
             batch.old_logprobs = torch.where(batch.stale, batch.rollout_logprobs, batch.trainer_logprobs)
-            fresh = batch.mask & ~batch.stale
-            diff = (output["logprobs"] - batch.rollout_logprobs)[fresh].abs()
+            diff = (output["logprobs"] - batch.rollout_logprobs)[~batch.stale].abs()
             stats.append(
                 {
-                    "fresh_tokens": float(fresh.sum()),
+                    "fresh_tokens": float(len(diff)),
                     "diff_sum": float(diff.sum()),
                     "diff_max": float(diff.max()) if len(diff) else 0.0,
                 }
@@ -138,8 +150,8 @@ class Policy:
         return merge_stats(stats) if self._reports() else {}
 
     def token_logprobs(self, index: int) -> dict[int, float]:
-        """What old_logprobs found for mini-batch `index`, by the response tokens' numbers (MicroBatch); {} on ranks that don't
-        report. Not collective."""
+        """What old_logprobs found for mini-batch `index`, by the numbers (MicroBatch) of the response tokens in the mask; {}
+        on ranks that don't report. Not collective."""
         return {
             int(number): value
             for batch in (self.minibatches[index] if self._reports() else [])
@@ -159,15 +171,7 @@ class Policy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        algorithm = self.cfg.algorithm
-        loss = partial(
-            _objective,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            dual_clip=algorithm.dual_clip,
-            entropy_coef=algorithm.entropy_coef,
-        )
-        stats = self._run(self.minibatches[index], loss, forward_only=False)
+        stats = self._run(self.minibatches[index], self.loss_head, _keep_stats, forward_only=False)
         try:
             _, grad_norm, _ = self.optimizer.step()
         except _NotFiniteError as error:
@@ -176,10 +180,10 @@ class Policy:
             return {}
         return {"grad_norm_max": float(grad_norm), **{name: float(value) for name, value in merge_stats(stats).items()}}
 
-    def _run(self, batches: list[DeviceBatch], loss: Any, forward_only: bool) -> list[dict[str, Any]]:
+    def _run(self, batches: list[DeviceBatch], head: Head, loss: Any, forward_only: bool) -> list[dict[str, Any]]:
         def forward_step(iterator: Iterator[DeviceBatch], ddp: Any) -> tuple[Tensor, Any]:
             batch = next(iterator)
-            return run_model(ddp, batch, self.head), partial(loss, batch)
+            return run_model(ddp, batch, head), partial(loss, batch)
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
@@ -260,22 +264,31 @@ def _finite_norm(norm: Callable[[], Any]) -> Any:
     return value
 
 
-def _keep_logprobs(batch: DeviceBatch, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    return output.sum(), torch.tensor(batch.num_valid, dtype=torch.int), {"logprobs": output[0].detach()}
+# The schedule's loss functions: (sum, local token count, what _run returns). By Megatron's contract with
+# calculate_per_token_loss the count is summed over all ranks and divides every gradient once: nothing here divides by a count.
 
 
-def _objective(batch: DeviceBatch, output: Tensor, **settings: float) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Megatron's contract with calculate_per_token_loss: (sum of w * N * term, local token count, statistics). The count is
-    summed over all ranks and divides every gradient once, so nothing here divides by a local count."""
-    logprobs, entropy = output
+def _keep_logprobs(batch: DeviceBatch, logprobs: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    return logprobs.sum(), torch.tensor(batch.num_valid, dtype=torch.int), {"logprobs": logprobs}
+
+
+def _keep_stats(batch: DeviceBatch, loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    return loss, torch.tensor(batch.num_valid, dtype=torch.int), batch.stats
+
+
+def _objective(
+    batch: DeviceBatch, tokens: slice, logprobs: Tensor, entropy: Tensor, **settings: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of w * N * term over a tile of tokens, and its statistics."""
     assert batch.old_logprobs is not None, "old_logprobs() comes before update()"
+    old = batch.old_logprobs[tokens]
+    everything = torch.ones_like(batch.stale[tokens])  # the batch has nothing but tokens in the mask
     loss, stats = dapo_objective(
-        logprobs, batch.old_logprobs, batch.advantages, batch.weights, batch.mask, entropy=entropy, **settings
+        logprobs, old, batch.advantages[tokens], batch.weights[tokens], everything, entropy=entropy, **settings
     )
-    fresh = batch.mask & ~batch.stale
-    error = (logprobs.detach() - batch.old_logprobs)[fresh].exp().sub(1.0).abs()
+    error = (logprobs.detach() - old)[~batch.stale[tokens]].exp().sub(1.0).abs()
     stats["fresh_ratio_error_max"] = error.max() if len(error) else error.sum()
     # The gradient norm is what all ranks decide by. The clips' backward would keep from it that a loss isn't finite.
-    finite = loss.detach().isfinite() & (batch.old_logprobs.isfinite() | ~batch.mask).all()
-    output.register_hook(lambda gradient: gradient.where(finite, torch.nan))
-    return loss, torch.tensor(batch.num_valid, dtype=torch.int), stats
+    finite = loss.detach().isfinite() & old.isfinite().all()
+    logprobs.register_hook(lambda gradient: gradient.where(finite, torch.nan))
+    return loss, stats

@@ -44,7 +44,7 @@ class Scorer:
         checkpoint.load_weights(folder, self._chunks)
         for chunk in self._chunks:
             chunk.eval()
-        self._head = LogprobHead(shape.vocab_size, 1.0, self._cfg.parallel.logprob_chunk_tokens, with_entropy_grad=False)
+        self._head = LogprobHead(shape.vocab_size, 1.0, self._cfg.parallel.logprob_chunk_tokens)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         for chunk in self._chunks:
@@ -57,7 +57,7 @@ class Scorer:
         found = np.empty(sum(len(sample.mask) for sample in samples), np.float32)
         with torch.no_grad():
             for batch in map(DeviceBatch, batches):
-                found[batch.number] = run_model(self._chunks[0], batch, self._head)[0].cpu().numpy()
+                found[batch.number] = run_model(self._chunks[0], batch, self._head).cpu().numpy()
         return np.split(found, np.cumsum([len(sample.mask) for sample in samples])[:-1])
 
 

@@ -48,7 +48,9 @@ METRICS: dict[str, Metric] = {
     "tokens/carried_out": Metric("tokens", "left over for the next step"),
     "tokens/cut": Metric("tokens", "those of `kept` that are in responses cut at the length limit"),
     "tokens/trained": Metric("tokens", "those of `kept` that the mask lets into the loss"),
-    "tokens/packed": Metric("tokens", "of the kept responses and their prompts: what the model computes on"),
+    "tokens/packed": Metric(
+        "tokens", "of the kept responses, each with its prompt; fewer are computed with parallel.share_prompts"
+    ),
     # Responses of all resolved groups
     "response/length_mean": Metric("tokens", "mean response length, EOS included"),
     "response/length_max": Metric("tokens", "longest response"),

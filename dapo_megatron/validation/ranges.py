@@ -37,7 +37,7 @@ AT_LEAST: dict[str, float] = {
     "parallel.dp": 1,
     "parallel.ep": 1,
     "parallel.max_tokens_per_microbatch": 1,
-    "parallel.logprob_chunk_tokens": 1,
+    "parallel.logprob_chunk_tokens": 0,
     "cluster.gpus_per_node": 1,
     "publish.bucket_mb": 1,
     "checkpoint.every": 0,

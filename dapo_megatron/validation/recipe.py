@@ -71,6 +71,14 @@ def check_lengths(report: Report) -> None:
             "sample gets a micro-batch of its own, and memory must suffice for it",
             "warning",
         )
+    elif c.parallel.share_prompts and c.parallel.max_tokens_per_microbatch < longest + c.rollout.max_response_tokens:
+        report.add(
+            "parallel.share_prompts",
+            f"a micro-batch of {c.parallel.max_tokens_per_microbatch} tokens (parallel.max_tokens_per_microbatch) doesn't hold "
+            f"the longest prompt with two of the longest responses ({longest + c.rollout.max_response_tokens}): such prompts "
+            "are packed once for each response",
+            "warning",
+        )
     if c.rollout.engine == "sglang" and c.rollout.max_total_tokens < longest and not has_gpu():
         report.add(
             "rollout.max_total_tokens",

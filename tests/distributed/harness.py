@@ -146,7 +146,10 @@ def pack_by_number(samples: list[Sample], cfg: Config, per_microbatch: int, pad_
     rounds += -rounds % parallel.num_microbatches_multiple
     cut = [range(len(samples))[i : i + per_microbatch] for i in range(0, len(samples), per_microbatch)]
     cut += [range(0)] * (rounds * parallel.dp - len(cut))
-    return [[concatenate(samples, part, tail, pad) for part in cut[rank :: parallel.dp]] for rank in range(parallel.dp)]
+    return [
+        [concatenate(samples, [[i] for i in part], tail, pad) for part in cut[rank :: parallel.dp]]
+        for rank in range(parallel.dp)
+    ]
 
 
 class ReferenceTrainer(ReferencePolicy):

@@ -25,7 +25,7 @@ def test_before_a_run(root: Path, tmp_path: Path) -> None:
     assert code == 0 and "all equal (float32" in output, output
     report = json.loads((tmp_path / "tiny_cpu/audit/before.json").read_text())
     assert [c["ok"] for c in report["comparisons"]] == [True, True]
-    assert report["comparisons"][0]["title"] == "layout tp 2 x pp 1 x dp 1, sequence parallel"
+    assert report["comparisons"][0]["title"] == "layout tp 2 x pp 1 x dp 1, sequence parallel, prompts shared"
     names = {d["name"] for d in report["comparisons"][0]["differences"]}
     assert "model.layers.0.mlp.up_proj.weight" in names and not any("layers.1." in name for name in names)
 

@@ -14,7 +14,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.mutations.table import MUTATIONS, Mutation
+from tests.mutations import data, loss
+from tests.mutations.mutation import Mutation
 
 # The installed package is the one under test, so what is imported is checked: an unpatched copy would prove nothing.
 _CONFTEST = """
@@ -23,6 +24,8 @@ import dapo_megatron
 assert Path(dapo_megatron.__file__).resolve().is_relative_to(Path(__file__).resolve().parent), dapo_megatron.__file__
 """
 TIMEOUT_S = 240  # longer than the ranks of a distributed test wait for each other
+
+MUTATIONS = [*loss.MUTATIONS, *data.MUTATIONS]
 
 
 def patched(root: Path, mutation: Mutation) -> str:

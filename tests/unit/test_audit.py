@@ -227,6 +227,8 @@ def test_audit_batch_is_uneven_and_repeats() -> None:
     lengths = [len(sample.mask) for sample in first]
     assert len(first) == 12 and min(lengths) == 1 and max(lengths) == 20 and max(len(s.token_ids) for s in first) <= 40
     assert first[3].token_ids[:2].tolist() == [300, 301]
+    for sample in first:  # a group has one prompt, so that sharing it is audited as well
+        assert np.array_equal(sample.token_ids[: sample.prompt_len], first[3 * sample.group].token_ids[: sample.prompt_len])
     assert all(len(s.token_ids) == s.prompt_len + n and s.prompt_len > 0 for s, n in zip(first, lengths, strict=True))
     assert sum(s.num_valid == 0 for s in first) == 1
     own = [np.full(n, -2.0) for n in lengths]
@@ -282,9 +284,9 @@ class Trainer:
     async def old_logprobs(self) -> list[dict[str, float]]:
         return []
 
-    async def token_logprobs(self, index: int) -> list[float]:
+    async def token_logprobs(self, index: int) -> dict[int, float]:
         self.asked.append(index)
-        return [-1.0]
+        return {2: -1.5}
 
     async def update(self, index: int, lr: float) -> list[dict[str, float]]:
         return [{"loss_sum": 2.0 * index, "num_tokens": 2.0, "grad_norm_max": 1.0}]
@@ -318,3 +320,6 @@ def test_the_first_minibatch_with_an_update_is_recorded(tmp_path: Path, masked: 
         assert [path.name for path in tmp_path.iterdir()] == ["step_000004"] and trainer.asked == [len(masked)]
         assert json.loads((folder / "record.json").read_text())["loss"] == len(masked)
         assert np.array_equal(load_samples(folder / "samples.npz")[0].token_ids, minibatches[len(masked)][0].token_ids)
+        mask = np.concatenate([sample.mask for sample in minibatches[len(masked)]])
+        logprobs = np.load(folder / "logprobs.npy")
+        assert logprobs[2] == -1.5 and np.isnan(logprobs[mask][3:]).all() and (logprobs[~mask] == 0).all()

@@ -9,7 +9,7 @@ import pytest
 
 from dapo_megatron.config import Config, ModelConfig
 from dapo_megatron.config_io import ConfigError, Problem, config_hash, load_config, read_config, resolved_yaml
-from dapo_megatron.layout import layout_text, rank_places, server_places
+from dapo_megatron.layout import layout_text, rank_places, server_places, sharing_text, sizes_text
 from dapo_megatron.model_sizes import FAMILIES, read_sizes
 from dapo_megatron.validation import AT_LEAST, BETWEEN, load_valid_config, validate
 
@@ -237,12 +237,34 @@ def test_warnings_do_not_stop_a_run(tmp_path: Path) -> None:
     assert {p.field for p in warnings} == {"optimizer.prompts_per_minibatch", "parallel.max_tokens_per_microbatch"}
 
 
+def test_sharing_prompts_that_do_not_fit_is_warned_of(tmp_path: Path) -> None:
+    budget = "parallel.max_tokens_per_microbatch="  # prompts of 32 tokens, responses of 8
+    for tokens, expected in ((48, set()), (47, {"parallel.share_prompts"}), (39, {"parallel.max_tokens_per_microbatch"})):
+        _, warnings = load_valid_config(TINY, [f"run.dir={tmp_path}", f"{budget}{tokens}"])
+        assert {p.field for p in warnings} == expected
+
+
+def test_what_sharing_prompts_saves_is_told() -> None:
+    cfg = Config()
+    cfg.rollout.max_response_tokens, cfg.sampling.samples_per_prompt, cfg.parallel.max_tokens_per_microbatch = 24, 8, 1024
+    cfg.parallel.share_prompts = True
+    # 8 x (55 + 5) = 480 and 55 + 8 x 5 = 95; 8 x (55 + 23) = 624 and 55 + 8 x 23 = 239
+    saved = "55 tokens of a prompt are packed once for up to 8 responses: 80% fewer tokens with responses of 6, 62% with 24"
+    assert sharing_text(cfg, 55.2) == saved and "prompts shared" in sizes_text(cfg.parallel)
+    cfg.parallel.max_tokens_per_microbatch = 110  # two responses of 24 fit beside a prompt: 4 prompts, 4 x 55 + 8 x 23 = 404
+    assert "62%" not in sharing_text(cfg, 55) and "35% with 24" in sharing_text(cfg, 55)
+    cfg.parallel.share_prompts = False
+    assert sharing_text(cfg, 55).startswith("off; with parallel.share_prompts=true 55 tokens of a prompt are packed once")
+    cfg.rollout.max_response_tokens = 20480
+    assert sharing_text(cfg, 55) == ""
+
+
 def test_the_model_is_judged_whatever_else_is_wrong(tmp_path: Path) -> None:
     warned = ("parallel.max_tokens_per_microbatch=8", "model.random_model.num_attention_heads=9", "rollout.tp=2")
     messages = " ".join(map(str, validate(tiny(tmp_path, *warned))))
     assert "9 attention heads" in messages and "below the longest sequence" in messages
-    messages = " ".join(map(str, validate(tiny(tmp_path, *warned, "parallel.logprob_chunk_tokens=0", "eval.every=-9"))))
-    assert "9 attention heads" in messages and "must be at least 1" in messages and "below the longest sequence" in messages
+    messages = " ".join(map(str, validate(tiny(tmp_path, *warned, "parallel.logprob_chunk_tokens=-1", "eval.every=-9"))))
+    assert "9 attention heads" in messages and "must be at least 0" in messages and "below the longest sequence" in messages
     for divisor in ("parallel.tp", "parallel.pp", "rollout.tp", "cluster.gpus_per_node", "optimizer.prompts_per_minibatch"):
         assert divisor in faults(tmp_path, f"{divisor}=0")
     assert "rollout.num_servers" in faults(tmp_path, "rollout.num_servers=0", "rollout.base_port=7000")

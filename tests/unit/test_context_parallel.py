@@ -8,7 +8,9 @@ import pytest
 
 from dapo_megatron.algo.packing import context_share, pack_minibatch_for, zigzag_indices
 from dapo_megatron.config import ParallelConfig
+from dapo_megatron.samples_file import load_samples
 from tests.distributed.harness import make_samples
+from tests.distributed.make_batch import BATCH
 
 
 def test_zigzag_by_hand() -> None:
@@ -21,23 +23,25 @@ def test_zigzag_by_hand() -> None:
 
 
 @pytest.mark.parametrize("cp", [2, 3, 4])
-def test_every_token_and_every_response_token_is_with_one_rank(cp: int) -> None:
-    parallel = ParallelConfig(cp=cp, tp=2, sequence_parallel=True, max_tokens_per_microbatch=64)
-    for whole in pack_minibatch_for(parallel, make_samples())[0]:
+@pytest.mark.parametrize("share", [False, True])
+def test_every_token_and_every_response_token_is_with_one_rank(cp: int, share: bool) -> None:
+    parallel = ParallelConfig(cp=cp, tp=2, sequence_parallel=True, max_tokens_per_microbatch=64, share_prompts=share)
+    for whole in pack_minibatch_for(parallel, load_samples(BATCH))[0]:
         shares = [context_share(whole, cp, rank) for rank in range(cp)]
         assert len({len(share.token_ids) for share in shares}) == 1 and len(shares[0].token_ids) % parallel.tp == 0
         held = np.concatenate([zigzag_indices(whole.cu_seqlens, cp, rank) for rank in range(cp)])
         assert sorted(held.tolist()) == list(range(len(whole.token_ids)))
-        assert np.array_equal(np.concatenate([share.token_ids for share in shares]), whole.token_ids[held])
+        for name in ("token_ids", "position_ids", "branch"):
+            assert np.array_equal(np.concatenate([getattr(share, name) for share in shares]), getattr(whole, name)[held])
         length = len(shares[0].token_ids)
         # a response token goes with the token that predicts it
         places = np.concatenate([held[rank * length + share.positions] for rank, share in enumerate(shares)])
-        order = np.argsort(places)
-        assert np.array_equal(places[order], np.sort(whole.positions))
+        order, want = np.argsort(np.concatenate([share.number for share in shares])), np.argsort(whole.number)
+        assert np.array_equal(places[order], whole.positions[want])
         for field in fields(whole):
-            if field.name not in ("token_ids", "cu_seqlens", "positions"):
+            if field.name not in ("token_ids", "position_ids", "branch", "cu_seqlens", "positions"):
                 together = np.concatenate([getattr(share, field.name) for share in shares])[order]
-                assert np.array_equal(together, getattr(whole, field.name)[np.argsort(whole.positions)]), field.name
+                assert np.array_equal(together, getattr(whole, field.name)[want]), field.name
 
 
 def test_layouts_ask_for_the_lengths_that_they_need() -> None:

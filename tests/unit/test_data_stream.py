@@ -124,6 +124,7 @@ def test_too_long_prompts_are_counted_and_leave_no_hole():
     assert (stream.num_skipped_too_long, len(stream)) == (2, 10)
     assert take(stream, 20) == take(make_stream(rows), 20)
     assert make_stream([*rows, *long], max_prompt_tokens=8).num_skipped_too_long == 1
+    assert stream.mean_prompt_tokens == np.mean([len(prompt.token_ids) for prompt in take(stream, 10)])
     with pytest.raises(ValueError, match="max_prompt_tokens: 2 leaves none of 10 prompts"):
         make_stream(rows, max_prompt_tokens=2)
 

@@ -22,9 +22,10 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from dapo_megatron.algo.packing import zigzag_indices
+from dapo_megatron.algo.packing import concatenate, zigzag_indices
 from dapo_megatron.weights.mapping import ModelShape, expected_hf_shapes
 from tests.distributed.harness import MODELS, make_config, make_model
+from tests.unit.test_packing import sized
 
 TE = importlib.util.find_spec("transformer_engine")
 pytestmark = pytest.mark.skipif(TE is None, reason="needs Transformer Engine's Python side; this file says how to get it")
@@ -76,6 +77,15 @@ def test_attention_is_asked_for_packed_causal_sequences(report: dict[str, Any]) 
         "cu_seqlens_kv_padded": None,
         "cp_comm_type": "p2p",
         "context-parallel ranks": 2,
+    }
+
+
+def test_shared_prompts_have_our_attention_and_every_tokens_own_angle(report: dict[str, Any]) -> None:
+    assert report["shared prompts"] == {
+        "core attention": "PackedAttention",
+        "linear_qkv": "TELayerNormColumnParallelLinear",  # all else is Transformer Engine's
+        "rotary": "RotaryByPosition",
+        "fused rotation": False,
     }
 
 
@@ -163,10 +173,23 @@ def _models(folder: Path) -> dict[str, Any]:
             wanted = {item.unique_key for item in stored if isinstance(item, ShardedObject)}
             out["objects_missing"].setdefault(name, []).extend(sorted(wanted - objects_beside(shape).keys()))
             out["num_objects"][name] = len(wanted)
+            cfg.parallel.share_prompts = True
+            out["shared prompts"] = _shared_prompts(model_builder.build_model(cfg, hf.config, shape)[0])
+            cfg.parallel.share_prompts = False
             out["attention"] = _attention_call(chunks[0].decoder.layers[0].self_attention.core_attention)
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
     return out
+
+
+def _shared_prompts(gpt: Any) -> dict[str, Any]:
+    attention = gpt.decoder.layers[0].self_attention
+    return {
+        "core attention": type(attention.core_attention).__name__,
+        "linear_qkv": type(attention.linear_qkv).__name__,
+        "rotary": type(gpt.rotary_pos_emb).__name__,
+        "fused rotation": gpt.config.apply_rope_fusion,
+    }
 
 
 def _attention_call(core_attention: Any) -> dict[str, Any]:
@@ -175,13 +198,12 @@ def _attention_call(core_attention: Any) -> dict[str, Any]:
     import transformer_engine.pytorch as te
     from megatron.core.transformer.enums import AttnMaskType
 
-    from dapo_megatron.policy.forward import DeviceBatch
+    from dapo_megatron.policy.attention import PackedTrees
 
-    batch = DeviceBatch.__new__(DeviceBatch)
-    batch.cu_seqlens, batch.max_seqlen = torch.tensor([0, 8, 12], dtype=torch.int32), 8
+    micro_batch = concatenate(sized(8, 4), [[0], [1]], 4, 4)
     qkv = [torch.zeros(6, 2, 16)] * 3
     with mock.patch.object(te.DotProductAttention, "forward", autospec=True) as forward:
-        core_attention(*qkv, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=batch.packed_seq_params())
+        core_attention(*qkv, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=PackedTrees(micro_batch, 2, 0, "cpu"))
     call = {k: v for k, v in forward.call_args.kwargs.items() if not k.startswith("core_attention_bias")}
     dtypes = {str(call[key].dtype) for key in ("cu_seqlens_q", "cu_seqlens_kv")}
     call = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in call.items()}

@@ -92,6 +92,7 @@ def test_duplicates_are_said_and_clashing_ids_refused(dapo_train: Callable[..., 
     held_out = ("eval.every=0", source(tmp_path, {"question": "c", "answer": "x"}, key="eval"))
     output = dapo_train(source(tmp_path, one, one), *held_out)
     assert "2 rows read, 1 problems kept; dropped: 1 duplicates" in output and "held out  1 prompts\n" in output
+    assert "sharing   1 tokens of a prompt are packed once for up to 8 responses: 44% fewer tokens" in output
     twice = source(tmp_path, *[{"question": "c", "answer": "x"}] * 2, key="eval")
     output = dapo_train(source(tmp_path, one), "eval.every=0", twice)
     assert "held out  1 prompts (2 rows read, 1 problems kept; dropped: 1 duplicates" in output

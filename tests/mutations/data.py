@@ -1,0 +1,200 @@
+"""Faults of rollout, weights and packing."""
+
+from tests.mutations.mutation import distributed, unit
+
+_ROLLOUT = [
+    unit(
+        "dynamic_sampling_on_the_shaped_reward",
+        "rollout/sampler.py",
+        "return 0 < int(group.correct.sum()) < len(group.correct)",
+        "return bool(group.reward.min() < group.reward.max())",
+        "sampler.py::test_filter_looks_at_the_raw_verdict_never_at_the_shaped_reward",
+        "assert not is_informative(",
+    ),
+    unit(
+        "accept_by_finishing_order",
+        "rollout/sampler.py",
+        "            if self.queue[0].group is None:\n",
+        "            self.queue = deque(sorted(self.queue, key=lambda entry: entry.group is None))\n"
+        "            if self.queue[0].group is None:\n",
+        "sampler.py::test_short_responses_are_not_preferred",
+        "== [0, 1, 2, 3]",
+    ),
+    unit(
+        "rewind_off_by_one",
+        "rollout/sampler.py",
+        "self.sampler.stream.position = self.position\n",
+        "self.sampler.stream.position = self.position + 1\n",
+        "sampler.py::test_three_groups_one_kept_three_counted",
+        "assert sampler.stream.position == 3",
+    ),
+    unit(
+        "carried_groups_lost_on_resume",
+        "rollout/sampler.py",
+        'self.carried = [_load_entry(entry) for entry in state["carried"]]',
+        "self.carried = []",
+        "sampler.py::test_carry_continues_partial_groups_and_survives_a_restart",
+        "assert content(batch) == content(expected)",
+    ),
+    unit(
+        "tokens_of_other_weights_accepted",
+        "rollout/sampler.py",
+        "if (new.versions != self.version).any():",
+        "if (new.versions > self.version).any():",
+        "sampler_faults.py::test_other_weights_than_the_published_ones_are_an_error",
+        "DID NOT RAISE",
+    ),
+    unit(
+        "prompt_position_off_by_one_after_resume",
+        "data/stream.py",
+        'self.position = int(state["position"])',
+        'self.position = int(state["position"]) + 1',
+        "data_stream.py::test_resume_goes_on_where_it_stopped[7]",
+        "assert take(resumed, 15) == expected",
+    ),
+    unit(
+        "overlong_penalty_unclamped",
+        "reward/overlong.py",
+        "np.clip(share, 0.0, 1.0)",
+        "np.maximum(share, 0.0)",
+        "reward_scoring.py::test_soft_overlong_at_between_and_beyond_its_corners",
+        "Not equal to tolerance",
+    ),
+    unit(
+        "overlong_penalty_counts_the_prompt",
+        "reward/scoring.py",
+        "soft_overlong_penalty([len(c) for c in completions]",
+        "soft_overlong_penalty([len(prompt.token_ids) + len(c) for c in completions]",
+        "reward_scoring.py::test_score_builds_the_group",
+        "assert group.overlong_penalty.tolist() == ",
+    ),
+]
+
+_WEIGHTS = [
+    unit(
+        "publish_skipped",
+        "train.py",
+        "await run.publisher.publish(version=step)",
+        "pass",
+        "train.py::test_a_step_updates_at_one_learning_rate_and_publishes_the_result",
+        "Right contains one more item: call.publisher.publish(version=4)",
+    ),
+    unit(
+        "publish_sends_nothing",
+        "weights/publish.py",
+        "await self._trainer.send_weights(version)",
+        "pass",
+        "publish.py::test_order",
+        'calls.names == ["begin", "send", "end"]',
+    ),
+    unit(
+        "prefix_cache_not_flushed",
+        "rollout/sglang_engine.py",
+        'await self._control(server, "/flush_cache?timeout=30", {})',
+        "pass",
+        "sglang_contract.py::test_old_weights_keys_and_values_are_never_used_again",
+        "'/begin_weight_update' != '/flush_cache'",
+    ),
+    unit(
+        "prefix_cache_shared_by_versions",
+        "rollout/sglang_engine.py",
+        """            # Keeps the prefix caches of different weights apart.
+            "extra_key": str(self.version),""",
+        """            "extra_key": "0",""",
+        "sglang_contract.py::test_old_weights_keys_and_values_are_never_used_again",
+        "'/generate 0' != '/generate 3'",
+    ),
+    unit(
+        "one_name_unmapped",
+        "weights/mapping.py",
+        '    Rule(("decoder.final_layernorm.weight",), ("model.norm.weight",), "replicated", (("hidden",),)),\n',
+        "",
+        "mapping.py::test_unknown_and_missing_names_are_named",
+        "don't fit a qwen2 model: unknown extra.weight",
+    ),
+    unit(
+        "unknown_names_skipped_in_silence",
+        "weights/mapping.py",
+        "    if problems:\n",
+        "    if expected - present:\n",
+        "mapping.py::test_unknown_and_missing_names_are_named",
+        "DID NOT RAISE",
+    ),
+    unit(
+        "qkv_not_interleaved_per_group",
+        "weights/mapping.py",
+        "torch.cat(per_group, dim=1).chunk(tp)[rank].flatten(0, 1)",
+        "torch.cat([t.flatten(0, 1).chunk(tp)[rank] for t in per_group])",
+        "mapping.py::test_qkv_is_interleaved_per_query_group",
+        "== [0, 1, 10, 20, 2, 3, 11, 21]",
+    ),
+    unit(
+        "gate_and_up_swapped",
+        "weights/mapping.py",
+        '(f"{_HF_LAYER}mlp.gate_proj.weight", f"{_HF_LAYER}mlp.up_proj.weight")',
+        '(f"{_HF_LAYER}mlp.up_proj.weight", f"{_HF_LAYER}mlp.gate_proj.weight")',
+        "mapping.py::test_gate_and_up_are_stacked_within_every_shard",
+        "model.layers.2.mlp.gate_proj.weight",
+    ),
+    distributed(
+        "experts_of_other_ranks_numbered_as_the_first",
+        "policy/weights_io.py",
+        "int(found[2]) + first_expert",
+        "int(found[2])",
+        "invariance.py::test_every_layout_gives_the_same[EP2-token budget-qwen3_moe]",
+        "mlp.experts",
+    ),
+    unit(
+        "gate_and_up_swapped_in_the_shards",
+        "weights/mapping.py",
+        "torch.cat([t.chunk(tp)[rank] for t in hf])",
+        "torch.cat([t.chunk(tp)[rank] for t in reversed(hf)])",
+        "mapping.py::test_gate_and_up_are_stacked_within_every_shard",
+        "== [2, 3, 12, 13]",
+    ),
+    unit(
+        "padded_vocabulary_rows_exported",
+        "weights/mapping.py",
+        "torch.cat(list(shards))[: shape.vocab_size]",
+        "torch.cat(list(shards))",
+        "mapping.py::test_padded_vocabulary_is_cut_on_the_way_back",
+        "assert torch.equal(",
+    ),
+]
+
+_SHARED_PROMPTS = [
+    unit(
+        "positions_do_not_continue_from_the_prompt",
+        "algo/packing.py",
+        "*(ends[:-1] - prompt_len)",
+        "*ends[:-1]",
+        "packing.py::test_random_minibatches[True-0]",
+        "positions continue from the prompt",
+    ),
+    unit(
+        "different_prompts_of_a_group_merged",
+        "algo/packing.py",
+        "sample.token_ids[: sample.prompt_len].tobytes()",
+        'b""',
+        "packing.py::test_random_minibatches[True-0]",
+        "lengths == {len(m.rollout_logprobs)}",
+    ),
+    unit(
+        "flex_attentions_branches_see_each_other",
+        "algo/attention_plan.py",
+        " & ((branch[key] == 0) | (branch[key] == branch[query]))",
+        "",
+        "packing.py::test_random_minibatches[True-0]",
+        "before[int(target)]",
+    ),
+    distributed(
+        "branches_see_each_other",
+        "algo/attention_plan.py",
+        "np.arange(start, cuts[1] if first > start else start)",
+        "np.arange(start, first)",
+        "invariance.py::test_every_layout_gives_the_same[one rank-shared prompts-qwen3_untied]",
+        "relative error",
+    ),
+]
+
+MUTATIONS = [*_ROLLOUT, *_WEIGHTS, *_SHARED_PROMPTS]
