@@ -92,15 +92,16 @@ def megatron(hidden: Any, weight: Any, targets: Any, objective: Any) -> Any:
 
 
 def liger(hidden: Any, weight: Any, targets: Any, objective: Any) -> Any:
-    """Its own loss: what it has isn't composable. DAPO's clips, no mask, old log-probs those of the policy."""
+    """Its own loss, as it can't be given one: DAPO's clips, on policy. A sequence of 1024 tokens has logits at a time."""
     import torch
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
-    loss = LigerFusedLinearGRPOLoss(
-        beta=0.0, epsilon_low=0.2, epsilon_high=0.28, loss_type="dapo", use_ref_model=False, chunk_size=1
-    )
-    mask = torch.ones(1, len(targets), device=hidden.device)
-    return loss(hidden[None], weight, targets[None], mask, torch.ones(1, device=hidden.device))[0]
+    settings = {"epsilon_low": 0.2, "epsilon_high": 0.28, "loss_type": "dapo", "use_ref_model": False}
+    loss = LigerFusedLinearGRPOLoss(beta=0.0, chunk_size=1, **settings)
+    num = max(1, len(targets) // 1024)
+    targets = targets.view(num, -1)
+    advantages = torch.linspace(-1, 1, num, device=hidden.device)
+    return loss(hidden.view(num, -1, hidden.shape[1]), weight, targets, torch.ones_like(targets), advantages)[0]
 
 
 def cut_cross_entropy(hidden: Any, weight: Any, targets: Any, objective: Any) -> Any:

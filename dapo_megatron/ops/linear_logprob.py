@@ -31,13 +31,13 @@ from dapo_megatron.ops.reference import plain_logprob
 # (rows of the tokens [lo, hi), log-probs [c], entropies [c]) -> (loss, anything: it comes back in linear_loss's list)
 TileLoss = Callable[[slice, Tensor, Tensor], tuple[Tensor, Any]]
 
-# Of the element-wise work. auto: Triton's kernels on GPUs, else torch's. reference: everything plain, see ops.reference.
+# Of the element-wise work. auto: Triton on GPUs (not for fp64), else torch. reference: all plain, see ops.reference.
 Implementation = Literal["auto", "torch", "triton", "reference"]
 
-# What a tile's logits may take. CPU: a tile of 640 tokens in bf16 and 320 in fp32 at 152K words, where the matmuls reach their
+# What a tile's logits may take. CPU: 608 tokens in bf16 and 288 in fp32 at 152K words, where the matmuls reach their
 # full speed. GPU: the weight gradient in fp32 is read and written once a tile, and must not outweigh the tile's own matmuls.
-CPU_TILE_BYTES, GPU_TILE_BYTES = 200 * 2**20, 2 * 2**30
-CPU_BLOCK_LOGITS = 2**20  # 2 to 4 MB
+CPU_TILE_BYTES, GPU_TILE_BYTES = 180 * 2**20, 2 * 2**30
+CPU_BLOCK_LOGITS = 2**19  # 2 MB in fp32
 
 
 @dataclass
@@ -331,12 +331,13 @@ def _head(
     if not tile_tokens:
         budget = GPU_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES
         tokens = budget // (shard * head.logit_dtype.itemsize)  # by the shard with its padding: the same on all ranks
-        head.tile_tokens = max(tokens // 64 * 64, 64)
+        head.tile_tokens = max(tokens // 32 * 32, 32)
     return head
 
 
 def _kernels(implementation: Implementation, hidden: Tensor) -> Any:
-    if implementation == "triton" or (implementation == "auto" and hidden.is_cuda and _has_triton()):
+    fits = hidden.is_cuda and hidden.dtype is not torch.float64 and _has_triton()
+    if implementation == "triton" or (implementation == "auto" and fits):
         from dapo_megatron.ops import triton_kernels
 
         return triton_kernels

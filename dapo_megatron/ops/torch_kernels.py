@@ -52,7 +52,7 @@ def block_gradient(
         gradient = exp.mul_(scale * d_logprob * -inverse_temperature)
     else:
         p = exp.mul_(scale)
-        logp = torch.where(p > 0, p.log(), 0.0)
+        logp = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # where p is 0 so is the product
         gradient = p.mul_(logp.add_(softmax.entropy).mul_(d_entropy).add_(d_logprob)).mul_(-inverse_temperature)
     owned = ((index >= 0) & (index < block.shape[0])).nonzero()[:, 0]
     if len(owned):
