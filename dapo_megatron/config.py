@@ -154,7 +154,7 @@ class ParallelConfig:
     # Pack a prompt once for all its responses in a micro-batch instead of once for each: same loss and gradients, fewer tokens.
     # On GPUs FlexAttention then takes the place of Transformer Engine's attention.
     share_prompts: bool = False
-    # Response tokens whose logits exist at a time. 0: as many as fit 180 MB on CPU and 2 GB on GPUs.
+    # Response tokens whose logits exist at a time. 0: as many as fit 190 MB on CPU and 2 GB on GPUs.
     logprob_chunk_tokens: int = 0
     # Activations computed again in the backward. full: of every layer; selective: of recompute_modules only.
     recompute: Literal["none", "selective", "full"] = "none"
