@@ -13,10 +13,8 @@ Both work a tile off in the same blocks, so that the same weights give the same 
 What becomes of the weight's gradient: see ops.main_grad.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -336,14 +334,8 @@ def _head(
 
 
 def _kernels(implementation: Implementation, hidden: Tensor) -> Any:
-    fits = hidden.is_cuda and hidden.dtype is not torch.float64 and _has_triton()
-    if implementation == "triton" or (implementation == "auto" and fits):
-        from dapo_megatron.ops import triton_kernels
+    if implementation == "triton" or (implementation == "auto" and hidden.is_cuda and hidden.dtype is not torch.float64):
+        from dapo_megatron.ops import triton_kernels  # comes with torch's CUDA builds; on CPU nobody has to wait for its import
 
         return triton_kernels
     return torch_kernels
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -1,5 +1,6 @@
 """One micro-batch through the model: packed tokens in, log-prob and entropy of the response tokens out."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +58,7 @@ Objective = Callable[[DeviceBatch, slice, Tensor, Tensor], tuple[Tensor, dict[st
 
 
 @dataclass
-class Head:
+class Head(ABC):
     """GPTModel's output_processor: takes the place of output layer and loss. Positions that predict no response token are left
     out before the vocabulary is touched."""
 
@@ -83,9 +84,9 @@ class Head:
         weight = output_layer.weight if output_weight is None else output_weight
         return self.output(hidden, weight, context, config)
 
+    @abstractmethod
     def output(self, hidden: Tensor, weight: Tensor, batch: DeviceBatch, config: Any) -> Tensor:
         """hidden [R, hidden], weight [vocab/tp, hidden]."""
-        raise NotImplementedError
 
 
 def _rows(hidden_states: Tensor, positions: Tensor) -> Tensor:
