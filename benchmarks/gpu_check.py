@@ -57,7 +57,9 @@ def small_samples() -> list[Any]:
         for length in lengths:
             zeros = np.zeros(length, np.float32)
             ids = np.concatenate([prompt, rng.integers(0, 1000, length)]).astype(np.int32)
-            samples.append(Sample(ids, len(prompt), zeros, zeros != 0, zeros == 0, zeros, zeros.astype(np.float64), group))
+            samples.append(
+                Sample(ids, len(prompt), zeros, zeros.astype(np.int32), zeros == 0, zeros, zeros.astype(np.float64), group)
+            )
     return samples
 
 

@@ -42,8 +42,8 @@ def check_block(report: Report, name: str, block: Tensor) -> None:
     (rows, tokens), device = block.shape, str(block.device)
     index = torch.randint(0, 2 * rows, (tokens,), generator=torch.Generator().manual_seed(1)).to(device)
     half = (block.float() * (1 / TEMPERATURE)).double()  # the product is defined in fp32
-    exact = torch_kernels.block_stats(half, index, 1.0, False)
-    ours = triton_kernels.block_stats(block, index, 1 / TEMPERATURE, False)
+    exact = torch_kernels.block_stats(half, index, 1.0)
+    ours = triton_kernels.block_stats(block, index, 1 / TEMPERATURE)
     report.check(f"block_stats, {name}", error(ours, exact), BLOCK_LIMIT)
 
     logits = torch.cat([half, numbers(rows, tokens, seed=2, device=device).double()]).requires_grad_()
@@ -54,7 +54,7 @@ def check_block(report: Report, name: str, block: Tensor) -> None:
     top = logits.detach().amax(0)
     log_total = (logits.detach() - top).exp().sum(0).log()
     softmax = Softmax(*(x.detach().float() for x in (of_targets, entropy, top, log_total)))
-    gradient = triton_kernels.block_gradient(block, ours[0], softmax, index, d[0], d[1], 1 / TEMPERATURE, torch.float32)
+    gradient = triton_kernels.block_gradient(block, softmax, index, d[0], d[1], 1 / TEMPERATURE, torch.float32)
     report.check(f"block_gradient, {name}", norm_error(gradient, wanted[:rows] / TEMPERATURE), BLOCK_LIMIT)
 
 
@@ -63,7 +63,7 @@ def check_linear_stats(report: Report, name: str, hidden: Tensor, weight: Tensor
 
     generator = torch.Generator().manual_seed(1)
     index = torch.randint(-9, len(weight) + 9, (len(hidden),), generator=generator).to(hidden.device)
-    exact = torch_kernels.block_stats(weight.double() @ hidden.double().t(), index, 1 / TEMPERATURE, False)
+    exact = torch_kernels.block_stats(weight.double() @ hidden.double().t(), index, 1 / TEMPERATURE)
     ours, again = (triton_kernels.linear_stats(hidden, weight, index, 1 / TEMPERATURE) for _ in range(2))
     report.check(f"linear_stats, {name}", error(ours, exact), LINEAR_LIMIT)
     report.check_true(f"linear_stats, {name}: the same bits again", torch.equal(ours, again))

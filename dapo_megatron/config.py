@@ -64,8 +64,12 @@ class DataConfig:
 
 @dataclass
 class RolloutConfig:
-    engine: Literal["sglang", "local"] = "sglang"  # local: in this process, repeats bit for bit, for debugging
+    # local: transformers in a process of ours, repeats bit for bit, for debugging
+    engine: Literal["sglang", "vllm", "local"] = "sglang"
     num_servers: int = 1
+    # Addresses (http://host:port) of servers that someone else started, with the run's model; none is started then.
+    servers: list[str] = field(default_factory=list)
+    python: str = ""  # interpreter of the environment that the servers run in; empty: this one
     tp: int = 1  # tensor parallel size of each server
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # auto: the model's dtype
     max_response_tokens: int = 20480
@@ -78,6 +82,11 @@ class RolloutConfig:
     max_inflight_groups: int = 64  # groups being generated at a time, over all servers together
     request_timeout_s: float = 600.0
     startup_timeout_s: float = 600.0
+    health_interval_s: float = 10.0  # between two looks at whether a server is alive
+    health_timeout_s: float = 120.0  # a server that gives no sign of life for so long is ended and started anew
+    # 0: a step trains on what its own weights sampled. 1: the next batch is sampled while this one trains, by weights that are
+    # one step older than those it will train.
+    max_staleness: int = 0
     server_args: list[str] = field(default_factory=list)  # appended to SGLang's command line
 
 
@@ -122,6 +131,13 @@ class AlgorithmConfig:
     dual_clip: float = 0.0  # c of the dual clip, > 1; 0: off
     aggregation: Literal["token", "group_token", "sequence", "constant"] = "token"
     entropy_coef: float = 0.0  # of the bonus for the policy's entropy; 0: off
+    # Whose log-probs the ratio is against. trainer: the trainer's own, computed again before the updates (of tokens that older
+    # weights sampled: the engine's, as the trainer hasn't got those weights any more). engine: the engine's, nothing is
+    # computed again.
+    old_logprobs: Literal["trainer", "engine"] = "trainer"
+    # C of truncated importance weights: each token's term times min(exp(trainer's - engine's log-prob), C), both of the old
+    # policy, which then is the trainer's for all tokens. 0: off.
+    importance_cap: float = 0.0
 
 
 @dataclass
@@ -187,7 +203,10 @@ class ClusterConfig:
 class PublishConfig:
     bucket_mb: int = 256
     timeout_s: float = 300.0  # for one bucket to reach one server
-    check: bool = False  # after every publish compare checksums of all tensors
+    # What becomes of requests in flight. drain: they finish first. retract: they go on under the new weights, which compute
+    # their keys and values again. in_place: they go on with the old ones. abort: they are dropped and sampled anew.
+    pause: Literal["drain", "retract", "in_place", "abort"] = "drain"
+    check: int = 0  # after every so many publishes compare all tensors' checksums and some log-probs; 0: never
 
 
 @dataclass

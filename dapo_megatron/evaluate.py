@@ -30,9 +30,9 @@ class Evaluator:
         self._greedy = SamplingParams(cfg.rollout.max_response_tokens, temperature=0.0, stop_token_ids=eos_ids)
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """The `eval/*` metrics (telemetry.metrics) of the weights that the engines hold."""
+        """The `eval/*` metrics (telemetry.metrics) of the weights after `step`, which the engine holds: RuntimeError if not."""
         k = self._cfg.eval.samples
-        sampled = await self._groups(self._sampled, k, f"eval{step}")
+        sampled = await self._groups(self._sampled, k, "eval", step)
         lengths = [len(c) for group in sampled for c in group.completions]
         cut = [c.finish_reason == "length" for group in sampled for c in group.completions]
         values = {
@@ -43,22 +43,30 @@ class Evaluator:
             "eval/cut_share": sum(cut) / len(cut),
         }
         if self._cfg.eval.greedy:
-            greedy = await self._groups(self._greedy, 1, f"greedy{step}")
+            greedy = await self._groups(self._greedy, 1, "greedy", step)
             values["eval/greedy"] = sum(bool(group.correct[0]) for group in greedy) / len(greedy)
         return values
 
-    async def _groups(self, params: SamplingParams, num_samples: int, label: str) -> list[Group]:
+    async def _groups(self, params: SamplingParams, num_samples: int, label: str, version: int) -> list[Group]:
         limit = asyncio.Semaphore(self._engine.max_inflight_groups)
 
         async def one(number: int, prompt: Prompt) -> Group:
             requests = [
-                GenerateRequest(f"{label}.{number}/{i}", prompt.token_ids, params, request_seed(0, prompt.index, i))
+                GenerateRequest(
+                    request_id=f"{label}{version}.{number}/{i}",
+                    token_ids=prompt.token_ids,
+                    params=params,
+                    seed=request_seed(0, prompt.index, i),
+                    group_size=num_samples,
+                )
                 for i in range(num_samples)
             ]
             async with limit:
                 completions = await asyncio.gather(*(self._engine.generate(request) for request in requests))
             if any(completion.finish_reason == "abort" for completion in completions):
                 raise RuntimeError(f"evaluation: the engine interrupted a response to prompt {prompt.uid}")
+            if others := {int(v) for completion in completions for v in completion.versions} - {version}:
+                raise RuntimeError(f"evaluation after step {version}: the engine answered by weight versions {sorted(others)}")
             return await self._score(prompt, list(completions))
 
         return list(await asyncio.gather(*(one(i, prompt) for i, prompt in enumerate(self._prompts))))

@@ -56,6 +56,12 @@ def server_places(config: Config) -> list[ServerPlace]:
     return places
 
 
+def ranks_under_servers(config: Config) -> list[tuple[int, ...]]:
+    """With colocated servers: for each, the trainer rank on the GPU of each of its tensor-parallel ranks, in their order."""
+    on = {(place.node, place.gpu): place.rank for place in rank_places(config)}
+    return [tuple(on[place.node, gpu] for gpu in place.gpus) for place in server_places(config)]
+
+
 def sizes_text(parallel: ParallelConfig) -> str:
     """For example "tp 2 x pp 2 x dp 1, sequence parallel": what is not in use is left out, but for tp, pp and dp."""
     p = parallel

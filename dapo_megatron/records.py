@@ -47,6 +47,8 @@ class Group:
     raw_reward: np.ndarray  # float32 [G], before any length shaping
     overlong_penalty: np.ndarray  # float32 [G], in [-factor, 0]
     extracted: list[str | None] = field(default_factory=list)  # the answers as the verifier read them
+    num_errors: int = 0  # verdicts that failed (an exception, or a time limit) and count as incorrect
+    reward_s: float = 0.0  # seconds that reward workers spent on it
 
     @property
     def reward(self) -> np.ndarray:
@@ -64,11 +66,16 @@ class Sample:
     token_ids: np.ndarray  # int32 [P + L]
     prompt_len: int
     rollout_logprobs: np.ndarray  # float32 [L]
-    stale: np.ndarray  # bool [L], True: sampled by older weights than the step's, so rollout_logprobs are its old log-probs
+    staleness: np.ndarray  # int32 [L], how many versions older than the step's the weights were that sampled the token
     mask: np.ndarray  # bool [L], False: neither loss nor denominator
     advantages: np.ndarray  # float32 [L]
     weights: np.ndarray  # float64 [L], the aggregation's weight w; sums to 1 over a mini-batch for `token`
     group: int  # number of its group in the rollout batch
+
+    @property
+    def stale(self) -> np.ndarray:
+        """bool [L], True: sampled by older weights than the step's."""
+        return self.staleness > 0
 
     @property
     def num_valid(self) -> int:

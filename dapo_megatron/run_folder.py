@@ -1,5 +1,6 @@
 """A run's folder on disk: configuration, metrics, checkpoints that appear whole or not at all, and which one to resume from."""
 
+import base64
 import errno
 import fcntl
 import json
@@ -247,9 +248,10 @@ def _read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def _encode(value: Any) -> Any:
-    """JSON with numpy arrays as {"dtype", "values"}: floats are written so that they come back bit for bit."""
+    """JSON with numpy arrays [n] as {"dtype", "base64"}: a batch of long responses has 100 million numbers."""
     if isinstance(value, np.ndarray):
-        return {"dtype": str(value.dtype), "values": value.tolist()}
+        assert value.ndim == 1, value.shape
+        return {"dtype": str(value.dtype), "base64": base64.b64encode(value.tobytes()).decode()}
     if isinstance(value, dict):
         return {key: _encode(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -259,7 +261,9 @@ def _encode(value: Any) -> Any:
 
 def _decode(value: Any) -> Any:
     if isinstance(value, dict):
-        if value.keys() == {"dtype", "values"}:
+        if value.keys() == {"dtype", "base64"}:
+            return np.frombuffer(base64.b64decode(value["base64"]), dtype=value["dtype"]).copy()
+        if value.keys() == {"dtype", "values"}:  # of checkpoints from before there was base64
             return np.array(value["values"], dtype=value["dtype"])
         return {key: _decode(item) for key, item in value.items()}
     return [_decode(item) for item in value] if isinstance(value, list) else value

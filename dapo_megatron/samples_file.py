@@ -10,7 +10,7 @@ import numpy as np
 from dapo_megatron.records import Sample
 
 # Arrays of a Sample with one entry a response token; token_ids have one a token.
-_PER_TOKEN = ("rollout_logprobs", "stale", "mask", "advantages", "weights")
+_PER_TOKEN = ("rollout_logprobs", "staleness", "mask", "advantages", "weights")
 _PER_SAMPLE = ("prompt_len", "group")
 
 

@@ -53,7 +53,7 @@ class Prepared:
             "held out": f"{len(self.eval_prompts)} prompts{self.held_out_dropped}{warning}",
             "trainer": f"{self.cfg.world_size} rank(s): {sizes_text(parallel)}",
             **({"sharing": sharing} if sharing else {}),
-            "rollout": f"{rollout.engine}, {rollout.num_servers} server(s)" if rollout.engine == "sglang" else rollout.engine,
+            "rollout": f"{rollout.engine}, {rollout.num_servers} server(s)" if rollout.engine != "local" else rollout.engine,
         }
 
 

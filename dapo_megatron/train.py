@@ -15,13 +15,13 @@ from dapo_megatron.config import Config
 from dapo_megatron.evaluate import Evaluator
 from dapo_megatron.nonfinite import NonfiniteGuard
 from dapo_megatron.records import MicroBatch, Sample
-from dapo_megatron.rollout.sampler import DynamicSampler
+from dapo_megatron.rollout.ahead import Batches
 from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.setup import Prepared, make_sampler, prepare
 from dapo_megatron.telemetry.console import RunConsole
 from dapo_megatron.telemetry.measure import Phases, measure_step
 from dapo_megatron.telemetry.samples import write_samples
-from dapo_megatron.weights.publish import Publisher
+from dapo_megatron.weights.publish import Publisher, logprob_tolerance
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Run:
     cfg: Config
     cluster: Cluster
     prepared: Prepared
-    sampler: DynamicSampler
+    batches: Batches
     publisher: Publisher
     evaluator: Evaluator
     guard: NonfiniteGuard
@@ -41,12 +41,14 @@ class Run:
 
 
 async def dapo_step(run: Run, step: int) -> dict[str, float]:
-    """One rollout step; returns its metrics. The engines hold the weights of version step - 1 before and of step after."""
+    """One rollout step; returns its metrics. The engines hold the weights of version step - 1 before and of step after.
+
+    With rollout.max_staleness the next step's batch is collected meanwhile.
+    """
     cfg, phase = run.cfg, run.phases
     policy: StepTrainer = run.cluster.policy
     with phase("rollout"):  # sample, score and filter until the batch is full
-        sampled = await run.sampler.collect(version=step - 1)
-    scoring = run.cluster.rewards.take_metrics()
+        sampled = await run.batches.take(version=step - 1)
     samples = build_samples(
         sampled.groups,
         version=step - 1,
@@ -58,21 +60,27 @@ async def dapo_step(run: Run, step: int) -> dict[str, float]:
     if cfg.audit.save_every and step % cfg.audit.save_every == 0:
         folder = run.folder.path / "audit" / f"step_{step:06d}"
         policy = RecordedTrainer(run.cluster.policy, cfg, step, folder, minibatches, after=False)
-    await policy.load_batch(pack(cfg, minibatches))
-    with phase("old_logprobs"):
-        drift = await policy.old_logprobs()
-    with phase("update"):
-        updates = []
-        for index, minibatch in enumerate(minibatches):
-            if any(sample.num_valid for sample in minibatch):  # all filtered: no loss, no update, no weight decay
-                updates.append(await policy.update(index, learning_rate(cfg, step)))
-                run.guard.check(step, index, minibatch, updates[-1])
+    async with run.publisher.training():  # no server is given weights that are about to change
+        await policy.load_batch(pack(cfg, minibatches))
+        with phase("old_logprobs"):
+            drift = await policy.old_logprobs() if cfg.algorithm.old_logprobs == "trainer" else []
+        with phase("update"):
+            updates = []
+            for index, minibatch in enumerate(minibatches):
+                if any(sample.num_valid for sample in minibatch):  # all filtered: no loss, no update, no weight decay
+                    updates.append(await policy.update(index, learning_rate(cfg, step)))
+                    run.guard.check(step, index, minibatch, updates[-1])
+        run.publisher.version = step
+    with phase("rollout"):
+        await run.batches.before_publish()
     with phase("publish"):
-        await run.publisher.publish(version=step)
+        async with run.publisher.lock:
+            published = await run.publisher.publish(version=step, texts=[s.token_ids for s in samples[:4]])
     write_samples(run.folder.path, step, sampled.groups, sampled.filtered, run.prepared.decode)
     return {
         **measure_step(sampled, samples, drift, updates, len(minibatches)),
-        **scoring,
+        **published,
+        **run.cluster.engine.metrics(),
         "optimizer/lr": learning_rate(cfg, step),
         "optimizer/nonfinite_in_a_row": float(run.guard.num_in_a_row),
         "sync/version": float(step),
@@ -94,11 +102,21 @@ def learning_rate(cfg: Config, step: int) -> float:
 
 
 async def train(run: Run) -> None:
-    """All steps that are left, with evaluation and checkpoints where the configuration wants them, then the export."""
-    cfg, policy, folder = run.cfg, run.cluster.policy, run.folder
+    """All steps that are left, and the export of the policy."""
+    policy, folder = run.cluster.policy, run.folder
     await folder.load_policy(policy.load)
-    await run.publisher.connect()
-    await run.publisher.publish(version=folder.resumed_step)
+    async with run.publisher, run.batches:
+        await run.publisher.publish(version=folder.resumed_step)
+        await take_steps(run)
+    if run.cfg.checkpoint.export_hf:
+        run.console.phase("export")
+        await policy.export_hf(str(folder.path / "hf"))
+        run.console.note(f"final policy: {folder.path / 'hf'}")
+
+
+async def take_steps(run: Run) -> None:
+    """With evaluation and checkpoints where the configuration wants them."""
+    cfg, policy, folder = run.cfg, run.cluster.policy, run.folder
     with folder.metrics() as writer:
         run.guard.resume(writer.last_row)
         if folder.resumed_step == 0 and cfg.eval.every >= 0:
@@ -110,15 +128,14 @@ async def train(run: Run) -> None:
                 row |= await evaluate(run, step)
             row |= run.phases.metrics(row, run.prepared.stream, await policy.peak_memory_gb())
             if is_due(step, cfg.checkpoint.every, cfg.run.steps):
+                with run.phases("rollout"):
+                    await run.batches.finish()  # what is collected ahead is saved too
                 with run.phases("checkpoint"):
-                    await folder.save_checkpoint(step, row, policy.save, run.sampler, run.prepared.stream)
+                    async with run.publisher.checkpoint():
+                        await folder.save_checkpoint(step, row, policy.save, run.batches, run.prepared.stream)
                 row |= run.phases.seconds()
             run.console.step(step, row)
             writer.write(step, row)
-    if cfg.checkpoint.export_hf:
-        run.console.phase("export")
-        await policy.export_hf(str(folder.path / "hf"))
-        run.console.note(f"final policy: {folder.path / 'hf'}")
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -130,7 +147,6 @@ async def evaluate(run: Run, step: int) -> dict[str, float]:
     """The `eval/*` metrics of the published weights."""
     with run.phases("eval"):
         values = await run.evaluator.evaluate(step)
-    run.cluster.rewards.take_metrics()  # the next step's count its own verdicts only
     run.console.evaluation(step, values)
     return values
 
@@ -144,14 +160,15 @@ def main(cfg: Config, resume: str) -> int:
         if folder.finished:
             console.note(f"all {cfg.run.steps} steps are done: raise run.steps to go on, or use --resume never")
             return 0
-        with start_cluster(cfg, prepared.model_dir, prepared.eos_ids, folder.path) as cluster:
+        with start_cluster(cfg, prepared.model_dir, prepared.eos_ids, folder.path, console.note) as cluster:
             console.header(cluster.policy.kernels())
-            sampler = make_sampler(cfg, prepared, cluster)
-            folder.load_state("sampler", sampler)
-            publisher = Publisher(cluster.policy, cluster.engine, cfg.publish.check)
+            batches = Batches(make_sampler(cfg, prepared, cluster), cfg)
+            folder.load_state("sampler", batches)
+            checks = cfg.publish.check, logprob_tolerance(cfg)
+            publisher = Publisher(cluster.policy, cluster.engine, *checks, turns=cluster.turns)
             evaluator = Evaluator(cfg, cluster.engine, cluster.rewards.score, prepared.eval_prompts, prepared.eos_ids)
             guard = NonfiniteGuard(folder.path, cfg.optimizer.max_skipped_updates, console.note)
-            run = Run(cfg, cluster, prepared, sampler, publisher, evaluator, guard, folder, console, Phases(console))
+            run = Run(cfg, cluster, prepared, batches, publisher, evaluator, guard, folder, console, Phases(console))
             asyncio.run(train(run))
         console.summary()
     return 0

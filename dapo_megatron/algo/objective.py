@@ -23,12 +23,15 @@ def dapo_objective(
     dual_clip: float = 0.0,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
+    importance: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss (to be minimised) of R response tokens: sum of weight * -(min(rho A, clip(rho) A) + entropy_coef * entropy).
+    """Loss (to be minimised) of R response tokens:
+    sum of weight * -(importance * min(rho A, clip(rho) A) + entropy_coef * entropy).
 
     All tensors are [R]; `mask` is bool and what stands at masked places, inf and nan included, has no influence.
     `weights` carry the whole normalisation (aggregation.token_weights). With `dual_clip` c > 1 the term of a token
-    with A < 0 is at least c * A; 0 switches that off.
+    with A < 0 is at least c * A; 0 switches that off. `importance` (off_policy.old_policy; without it 1) is a constant: no
+    gradient goes into it.
 
     Returns the loss, a float32 scalar that stays connected to `logprobs` even when nothing is valid, and detached
     float64 scalars over the valid tokens, to be added up by `merge_stats`:
@@ -51,6 +54,8 @@ def dapo_objective(
     term = torch.minimum(ratio * advantage, ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage)
     if dual_clip:
         term = torch.where(advantage < 0, torch.maximum(term, dual_clip * advantage), term)
+    if importance is not None:
+        term = torch.where(mask, importance.detach().float(), zero) * term
     masked_entropy = zero.expand_as(new) if entropy is None else torch.where(mask, entropy.float(), zero)
     if entropy_coef:  # at 0 no gradient is sent into the entropy: its backward costs a pass over the vocabulary
         term = term + entropy_coef * masked_entropy

@@ -20,7 +20,7 @@ def build_samples(
 ) -> list[Sample]:
     """One sample for every response, group by group; `group` is the group's number in `groups`.
 
-    Tokens of other weights than `version` (carried over from an earlier step) are marked stale.
+    `version` is that of the step's weights: a token's staleness is how many versions older those were that sampled it.
 
     A group's advantages come from the shaped rewards of all its responses, those cut at the limit included. With
     `overlong_filter` the cut ones get mask False afterwards: neither loss nor denominator. An EOS is part of its
@@ -38,13 +38,14 @@ def _sample(
     prompt: Prompt, completion: Completion, advantage: float, group: int, version: int, overlong_filter: bool
 ) -> Sample:
     assert completion.finish_reason in ("stop", "length"), f"unfinished response ({completion.finish_reason}) in a batch"
+    assert (completion.versions <= version).all(), f"tokens of newer weights than version {version} in a batch"
     length = len(completion)
     cut = completion.finish_reason == "length"
     return Sample(
         token_ids=np.concatenate([np.asarray(prompt.token_ids, np.int32), completion.token_ids.astype(np.int32)]),
         prompt_len=len(prompt.token_ids),
         rollout_logprobs=completion.logprobs.astype(np.float32),
-        stale=completion.versions != version,
+        staleness=(version - completion.versions).astype(np.int32),
         mask=np.full(length, not (overlong_filter and cut)),
         advantages=np.full(length, advantage, np.float32),
         weights=np.zeros(length, np.float64),

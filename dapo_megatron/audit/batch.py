@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from dapo_megatron.config import Config
+from dapo_megatron.config import AlgorithmConfig, Config
 from dapo_megatron.data.stream import PromptStream
 from dapo_megatron.records import Sample
 
@@ -38,7 +38,7 @@ def audit_batch(cfg: Config, stream: PromptStream) -> list[Sample]:
                 token_ids=np.array(tokens[: prompt_len + length], np.int32),
                 prompt_len=prompt_len,
                 rollout_logprobs=rng.choice(STALENESS, length).astype(np.float32),
-                stale=rng.random(length) < 0.25,
+                staleness=(rng.random(length) < 0.25).astype(np.int32),
                 mask=np.full(length, i != cfg.audit.sequences // 2),
                 advantages=np.full(length, rng.uniform(0.5, 1.5) * (-0.5 if i % 4 == 3 else 1.0), np.float32),
                 weights=np.zeros(length),
@@ -56,6 +56,10 @@ def with_old_logprobs(samples: Sequence[Sample], logprobs: Sequence[np.ndarray])
     ]
 
 
-def old_logprobs(samples: Sequence[Sample], logprobs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """What the ratio is taken against: the sampler's log-prob where a token is stale, else the policy's own [L]."""
+def old_logprobs(samples: Sequence[Sample], logprobs: Sequence[np.ndarray], algorithm: AlgorithmConfig) -> list[np.ndarray]:
+    """What the ratio is taken against: the policy's own log-prob [L] or, of stale tokens or of all, the sampler's."""
+    if algorithm.old_logprobs == "engine":
+        return [sample.rollout_logprobs for sample in samples]
+    if algorithm.importance_cap:
+        return list(logprobs)
     return [np.where(s.stale, s.rollout_logprobs, own) for s, own in zip(samples, logprobs, strict=True)]

@@ -59,21 +59,26 @@ class RecordedTrainer:
     async def old_logprobs(self) -> list[dict[str, float]]:
         drift = await self._trainer.old_logprobs()
         if self._index >= 0:
-            found = await self._trainer.token_logprobs(self._index)
-            mask = np.concatenate([sample.mask for sample in self._minibatches[self._index]])
-            logprobs = np.where(mask, np.nan, 0.0).astype(np.float32)  # one that wasn't computed though it counts: a difference
-            logprobs[list(found)] = list(found.values())
-            np.save(self._partial / "logprobs.npy", logprobs)
+            await self._save_logprobs()
         return drift
 
     async def update(self, index: int, lr: float) -> list[dict[str, float]]:
         stats = await self._trainer.update(index, lr)
         if index == self._index:
+            if self._cfg.algorithm.old_logprobs == "engine":  # the first pass through the mini-batch was the update's
+                await self._save_logprobs()
             await self._trainer.write_gradients(str(self._partial / "gradients"))
             if self._after:
                 await self._trainer.export_hf(str(self._partial / "after"))
             self._finish(merge_stats(stats), lr)
         return stats
+
+    async def _save_logprobs(self) -> None:
+        found = await self._trainer.token_logprobs(self._index)
+        mask = np.concatenate([sample.mask for sample in self._minibatches[self._index]])
+        logprobs = np.where(mask, np.nan, 0.0).astype(np.float32)  # one that wasn't computed though it counts: a difference
+        logprobs[list(found)] = list(found.values())
+        np.save(self._partial / "logprobs.npy", logprobs)
 
     def _finish(self, stats: dict[str, float], lr: float) -> None:
         found = {

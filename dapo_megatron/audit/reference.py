@@ -60,7 +60,7 @@ class ReferencePolicy:
         """Loss and gradients of a mini-batch whose weights are set, against old log-probs [L] of each response.
 
         Equations 8 and 10 of arXiv 2503.14476: sum over valid tokens of w * -(min(rho A, clip(rho) A) + c * entropy), with
-        the dual clip where it is on.
+        the dual clip where it is on. With an importance cap C the minimum is multiplied by min(exp(old - engine's), C).
         """
         a = self.algorithm
         self.model.zero_grad(set_to_none=True)
@@ -73,6 +73,9 @@ class ReferencePolicy:
             term = torch.minimum(ratio * advantage, ratio.clamp(1 - a.clip_low, 1 + a.clip_high) * advantage)
             if a.dual_clip:
                 term = torch.where(advantage < 0, torch.maximum(term, a.dual_clip * advantage), term)
+            if a.importance_cap:
+                log_weight = np.asarray(before, np.float64) - sample.rollout_logprobs
+                term = term * torch.tensor(np.exp(np.minimum(log_weight, np.log(a.importance_cap))))
             entropy = -(logp_all.exp() * logp_all).sum(-1)
             weights = torch.tensor(sample.weights * sample.mask, dtype=torch.float64)
             part = -(weights * (term + a.entropy_coef * entropy)).sum()

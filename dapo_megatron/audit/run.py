@@ -86,7 +86,7 @@ def _judge(
     """`work` has what was computed, several times the model's size: it is kept only for looking into a difference."""
     _say("loss and gradients by plain transformers in fp64 ...")
     samples = layout.samples
-    step = reference.step(samples, old_logprobs(samples, reference.logprobs(samples)))
+    step = reference.step(samples, old_logprobs(samples, reference.logprobs(samples), cfg.algorithm))
     judged = partial(compare, reference=step, settings=cfg.optimizer, dtype=cfg.model.dtype)
     alone = judged("single rank", single)
     comparisons = [judged(title, layout, single=alone), alone]
@@ -115,7 +115,8 @@ def _compute(
             recorded = RecordedTrainer(trainer, cfg, 0, folder, [samples], after)
             shares = pack_minibatch_for(cfg.parallel, samples)
             await recorded.load_batch([[share] for share in shares])
-            await recorded.old_logprobs()
+            if cfg.algorithm.old_logprobs == "trainer":
+                await recorded.old_logprobs()
             await recorded.update(0, lr)
 
     asyncio.run(step())

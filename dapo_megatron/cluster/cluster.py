@@ -1,8 +1,8 @@
 """All processes of a run: trainer ranks, rollout engines, reward workers; where they stand, and that none is left behind."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dapo_megatron.cluster.session import get_all, ray_session
 from dapo_megatron.cluster.trainer import PolicyGroup, TrainerRank
 from dapo_megatron.config import Config
 from dapo_megatron.rollout.engine import RolloutEngine
+from dapo_megatron.weights.turns import Turns
 
 GPU_WAIT_S = 600.0
 
@@ -25,25 +26,29 @@ class Cluster:
     policy: PolicyGroup
     engine: RolloutEngine
     rewards: RewardPool
+    turns: Turns = field(default_factory=Turns)  # of trainer and servers that share devices
 
 
 @contextlib.contextmanager
-def start_cluster(cfg: Config, model_dir: Path, eos_ids: tuple[int, ...], run_dir: Path) -> Iterator[Cluster]:
-    """Start everything, trainer ranks and servers at the same time; on leaving, whatever the reason, end it all."""
+def start_cluster(
+    cfg: Config, model_dir: Path, eos_ids: tuple[int, ...], run_dir: Path, note: Callable[[str], None]
+) -> Iterator[Cluster]:
+    """Start everything, trainer ranks and servers at the same time; on leaving, whatever the reason, end it all. `note` is
+    told when a server is lost or comes back."""
     logs = str(run_dir.absolute() / "logs")
     on_cpu = cfg.cluster.device == "cpu"
     with ray_session(hide_gpus=on_cpu):
         use_gpus = not on_cpu and ray.cluster_resources().get("GPU", 0) > 0
         placement = _place_on_gpus(cfg) if use_gpus else _place_on_cpu(cfg)
         policy = _make_trainer(cfg, model_dir, logs, placement.ranks)
-        engines = Engines(cfg, str(model_dir), eos_ids, logs, placement.servers)
+        engines = Engines(cfg, str(model_dir), eos_ids, logs, "cuda" if use_gpus else "cpu", placement.servers, note)
         rewards = RewardPool(cfg, str(model_dir), logs)
         try:
             servers_starting, ranks_starting = engines.begin_start(), policy.begin_start()
             started = get_all([*servers_starting, *ranks_starting])  # whoever fails first is heard first
             engines.end_start(started[: len(servers_starting)])
             policy.end_start(started[len(servers_starting) :])
-            yield Cluster(policy, engines.engine, rewards)
+            yield Cluster(policy, engines.engine, rewards, engines.turns(policy))
         finally:
             engines.kill()
 
@@ -85,11 +90,11 @@ def _place_on_gpus(cfg: Config) -> _Placement:
     """Neighbouring ranks (tensor parallel) share a node, and so do a server's GPUs: one bundle for each node of ranks and
     one for each server. When colocated, a rank and a server have half of the one GPU each."""
     share = 0.5 if cfg.cluster.colocate else 1
-    num_servers = cfg.rollout.num_servers if cfg.rollout.engine == "sglang" else 0
+    num_servers = 0 if cfg.rollout.engine == "local" or cfg.rollout.servers else cfg.rollout.num_servers
     _check_gpus(share * (cfg.world_size + num_servers * cfg.rollout.tp))
     ranks = _rank_options_on_gpus(cfg, share)
     if num_servers == 0:  # the local engine computes on the CPU
-        return _Placement(ranks, [{"num_cpus": 0, "num_gpus": 0}])
+        return _Placement(ranks, [])
     servers = _reserve([cfg.rollout.tp * share] * num_servers, "PACK")
     return _Placement(ranks, [_options(cfg.rollout.tp * share, servers, i) for i in range(num_servers)])
 

@@ -1,8 +1,15 @@
-"""Rollout engines as Ray actors: owners of SGLang servers, or the local engine in a process of its own."""
+"""Rollout engines as Ray actors: owners of SGLang or vLLM servers, or the local engine in a process of its own."""
 
+import asyncio
+import contextlib
 import os
+import time
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import ray
 
@@ -10,23 +17,86 @@ from dapo_megatron.cluster.session import gather_all, get_all, redirect_output
 from dapo_megatron.config import Config
 from dapo_megatron.records import Completion
 from dapo_megatron.rollout.engine import GenerateRequest, RolloutEngine, WeightSender
-from dapo_megatron.rollout.local_engine import LocalEngine, LocalWeightSender
-from dapo_megatron.rollout.sglang_engine import SGLangEngine
+from dapo_megatron.rollout.http_engine import HttpEngine
+from dapo_megatron.rollout.local_engine import NAME, LocalEngine, LocalWeightSender, OneServer
+from dapo_megatron.rollout.server_client import ServerClient, ServerHttp
+from dapo_megatron.rollout.sglang_client import SGLangClient
 from dapo_megatron.rollout.sglang_server import SGLangServer
+from dapo_megatron.rollout.sglang_weights import ServerLayout
+from dapo_megatron.rollout.vllm_client import VLLMClient
+from dapo_megatron.rollout.vllm_server import VLLMServer
+from dapo_megatron.weights.turns import Trainer, Turns
+
+_PROCESSES = {"sglang": SGLangServer, "vllm": VLLMServer}
 
 
 @ray.remote
 class ServerOwner:
-    """Owns one SGLang server, which dies with it."""
+    """Owns one server (rollout.engine), which dies with it."""
 
-    def __init__(self, options: dict[str, Any], log: str) -> None:
+    def __init__(self, engine: str, options: dict[str, Any], log: str) -> None:
         redirect_output(log)
+        self._process = _PROCESSES[engine]
         # Loopback in a session of our own; in a cluster the address that trainer ranks on other nodes reach.
-        self._server = SGLangServer(**options, host=ray.util.get_node_ip_address())
+        self._options = {**options, "host": ray.util.get_node_ip_address()}
+        self._server = self._process(**self._options)
 
     def start(self) -> str:
         self._server.start()
         return self._server.url
+
+    def restart(self) -> str:
+        """On a free port if any will do: what is left of the old one's connections is in nobody's way."""
+        self._server.stop()
+        self._server = self._process(**self._options)
+        return self.start()
+
+    def alive(self) -> bool:
+        return self._server.alive
+
+
+class OwnedServer:
+    """Implements ServerSource. `make_owner` starts an owner: anew if it died with its server."""
+
+    def __init__(self, make_owner: Callable[[], Any]) -> None:
+        self._make_owner = make_owner
+        self.owner = make_owner()
+
+    async def alive(self) -> bool:
+        with contextlib.suppress(RuntimeError):  # its owner is dead
+            return await self._ask("alive")
+        return False
+
+    async def restart(self) -> str:
+        try:
+            await self._ask("alive")
+        except RuntimeError:
+            self.owner = self._make_owner()
+        return await self._ask("restart")
+
+    async def _ask(self, method: str) -> Any:
+        return (await gather_all([getattr(self.owner, method).remote()]))[0]
+
+
+class OthersServer:
+    """Implements ServerSource for a server that someone else started and has to start again."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+
+    async def alive(self) -> bool:
+        return True  # whether it answers is all that can be known
+
+    async def restart(self) -> str:
+        """Waits until it answers again."""
+        deadline = time.monotonic() + self._timeout_s
+        async with httpx.AsyncClient(trust_env=False) as http:
+            while time.monotonic() < deadline:
+                with contextlib.suppress(httpx.HTTPError):
+                    if (await http.get(f"{self._url}/health", timeout=5)).status_code == 200:
+                        return self._url
+                await asyncio.sleep(1.0)
+        raise RuntimeError(f"rollout.servers: {self._url} did not answer again within {self._timeout_s:.0f} s")
 
 
 @ray.remote
@@ -46,7 +116,7 @@ class RemoteLoader:
         get_all([self._host.load_bucket.remote(bucket, version)])
 
 
-class RemoteLocalEngine:
+class RemoteLocalEngine(OneServer):
     """RolloutEngine whose engine is a LocalEngineHost."""
 
     max_inflight_groups = LocalEngine.max_inflight_groups
@@ -60,19 +130,19 @@ class RemoteLocalEngine:
     async def abort(self, request_ids: list[str]) -> None:
         await self._call("abort", request_ids)
 
-    def weight_senders(self) -> list[WeightSender]:
-        return [LocalWeightSender(RemoteLoader(self._host), self._dtype)]
+    async def weight_senders(self) -> dict[str, WeightSender]:
+        return {NAME: LocalWeightSender(RemoteLoader(self._host), self._dtype)}
 
-    async def begin_update(self, version: int) -> None:
+    async def begin_update(self, version: int, servers: Collection[str]) -> None:
         await self._call("begin_update", version)
 
-    async def end_update(self, version: int) -> None:
+    async def end_update(self, version: int, servers: Collection[str]) -> None:
         await self._call("end_update", version)
 
-    async def prompt_logprobs(self, token_ids: tuple[int, ...]) -> np.ndarray:
+    async def prompt_logprobs(self, token_ids: tuple[int, ...], server: str = "") -> np.ndarray:
         return await self._call("prompt_logprobs", token_ids)
 
-    async def checksums(self) -> list[dict[str, str]]:
+    async def checksums(self, servers: Collection[str]) -> dict[str, dict[str, str]]:
         return await self._call("checksums")
 
     async def _call(self, method: str, *args: Any) -> Any:
@@ -81,28 +151,43 @@ class RemoteLocalEngine:
 
 
 class Engines:
-    """Starts what the configuration asks for; `engine` is there after end_start. `options`: Ray's, for each server."""
+    """Starts what the configuration asks for; `engine` is there after end_start. `device` ("cpu", "cuda"): of the servers.
+    `options`: Ray's, for each server that is started. `note`: see HttpEngine."""
 
     def __init__(
-        self, cfg: Config, model_dir: str, eos_ids: tuple[int, ...], log_dir: str, options: list[dict[str, Any]]
+        self,
+        cfg: Config,
+        model_dir: str,
+        eos_ids: tuple[int, ...],
+        log_dir: str,
+        device: str,
+        options: list[dict[str, Any]],
+        note: Callable[[str], None],
     ) -> None:
-        self._cfg, self._model_dir = cfg, model_dir
-        self._device = "cuda" if options[0]["num_gpus"] else "cpu"
+        self._cfg, self._model_dir, self._device, self._note = cfg, model_dir, device, note
         self._dtype = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
+        self._host: Any = None  # of the local engine
+        self._sources: list[OwnedServer | OthersServer] = []
         self.engine: RolloutEngine
         if cfg.rollout.engine == "local":
             host = LocalEngineHost.options(num_cpus=0)  # type: ignore[attr-defined]
-            self._owners = [host.remote(model_dir, self._dtype, eos_ids, f"{log_dir}/local_engine.log")]
-            return
-        self._owners = [
-            ServerOwner.options(**options[number]).remote(  # type: ignore[attr-defined]
-                self._server_options(number, log_dir), f"{log_dir}/server_{number}_owner.log"
-            )
-            for number in range(cfg.rollout.num_servers)
-        ]
+            self._host = host.remote(model_dir, self._dtype, eos_ids, f"{log_dir}/local_engine.log")
+        elif cfg.rollout.servers:
+            self._sources = [OthersServer(url, cfg.rollout.startup_timeout_s) for url in cfg.rollout.servers]
+        else:
+            self._sources = [
+                OwnedServer(partial(self._make_owner, options[number], number, log_dir))
+                for number in range(cfg.rollout.num_servers)
+            ]
+
+    def _make_owner(self, options: dict[str, Any], number: int, log_dir: str) -> Any:
+        owner = ServerOwner.options(**options)  # type: ignore[attr-defined]
+        options = self._server_options(number, log_dir)
+        return owner.remote(self._cfg.rollout.engine, options, f"{log_dir}/server_{number}_owner.log")
 
     def _server_options(self, number: int, log_dir: str) -> dict[str, Any]:
         rollout = self._cfg.rollout
+        shares_gpus = self._device == "cuda" and self._cfg.cluster.colocate
         return {
             "model_dir": self._model_dir,
             "port": rollout.base_port + number if rollout.base_port else 0,
@@ -111,34 +196,61 @@ class Engines:
             "device": self._device,
             "max_total_tokens": rollout.max_total_tokens,
             "mem_fraction": rollout.mem_fraction,
-            "extra_args": list(rollout.server_args),
+            "extra_args": ["--enable-memory-saver"] * shares_gpus + list(rollout.server_args),
             "log_path": os.path.abspath(f"{log_dir}/server_{number}.log"),  # noqa: PTH100
             "startup_timeout_s": rollout.startup_timeout_s,
             "seed": self._cfg.run.seed + number,
+            "python": rollout.python,
         }
 
     def begin_start(self) -> list[Any]:
-        return [] if self._cfg.rollout.engine == "local" else [owner.start.remote() for owner in self._owners]
+        return [source.owner.start.remote() for source in self._sources if isinstance(source, OwnedServer)]
 
     def end_start(self, urls: list[str]) -> None:
-        if self._cfg.rollout.engine == "local":
-            self.engine = RemoteLocalEngine(self._owners[0], self._dtype)
+        """`urls`: what begin_start's references became."""
+        if self._host is not None:
+            self.engine = RemoteLocalEngine(self._host, self._dtype)
             return
-        rollout = self._cfg.rollout
-        shared_gpu = self._device == "cuda" and self._cfg.cluster.colocate
-        self.engine = SGLangEngine(
-            urls,
+        rollout, publish = self._cfg.rollout, self._cfg.publish
+        self.engine = HttpEngine(
+            self._sources,
+            urls or rollout.servers,
+            self._client_maker(),
             self._model_dir,
-            tp=rollout.tp,
-            dtype=self._dtype,
-            device=self._device,
+            pause=publish.pause,
             max_inflight_groups=rollout.max_inflight_groups,
             request_timeout_s=rollout.request_timeout_s,
-            update_timeout_s=self._cfg.publish.timeout_s,
-            backend="gloo" if shared_gpu else "",  # nccl refuses two ranks on one GPU
+            update_timeout_s=publish.timeout_s,
+            health_interval_s=rollout.health_interval_s,
+            health_timeout_s=rollout.health_timeout_s,
+            version=None,
+            note=self._note,
         )
+
+    def _client_maker(self) -> Callable[[str], ServerClient]:
+        shared = self._cfg.cluster.colocate and self._cfg.rollout.engine == "sglang"
+        backend = "ipc" if shared else "gloo" if self._device == "cpu" else "nccl"
+        ranks = (0,) if self._device == "cuda" else ()  # colocated servers and ranks: one of each so far
+        model = Path(self._model_dir)
+        layout = ServerLayout.of(model, tp=self._cfg.rollout.tp, dtype=self._dtype, device=self._device)
+
+        def make(url: str) -> ServerClient:
+            timeout_s = self._cfg.publish.timeout_s
+            http = ServerHttp(url)
+            if self._cfg.rollout.engine == "vllm":
+                return VLLMClient(http, model, layout, backend=backend, sender_timeout_s=timeout_s)
+            return SGLangClient(http, model, layout, backend=backend, sender_timeout_s=timeout_s, ranks=ranks)
+
+        return make
+
+    def turns(self, trainer: Trainer) -> Turns:
+        """Whose turn it is on devices that the servers share with the trainer."""
+        if self._cfg.cluster.colocate and self._cfg.rollout.engine == "sglang" and isinstance(self.engine, HttpEngine):
+            return Turns(trainer, self.engine.memory)
+        return Turns()
 
     def kill(self) -> None:
         """At once, even while a server is starting: the kernel ends it with its owner."""
-        for owner in self._owners:
-            ray.kill(owner)
+        owners = [source.owner for source in self._sources if isinstance(source, OwnedServer)]
+        for actor in [*owners, *([self._host] if self._host else [])]:
+            ray.kill(actor)

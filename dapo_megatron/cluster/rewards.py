@@ -41,45 +41,42 @@ class RewardPool:
         self._scorer = Scorer.from_config(cfg.reward, cfg.rollout.max_response_tokens)
         self._workers = [self._new_worker() for _ in range(cfg.reward.num_workers)]
         self._idle: asyncio.Queue[Any] | None = None
-        self._seconds = 0.0
 
     def _new_worker(self) -> Any:
         return RewardWorker.options(num_cpus=0).remote(*self._args)  # type: ignore[attr-defined]
 
-    def take_metrics(self) -> dict[str, float]:
-        """What has been done since the last call: seconds summed over workers; verdicts that failed or took too long."""
-        metrics = {"time/reward_s": self._seconds, "reward/verifier_errors": float(self._scorer.num_errors)}
-        self._seconds, self._scorer.num_errors = 0.0, 0
-        return metrics
-
     async def score(self, prompt: Prompt, completions: list[Completion]) -> Group:
         """The scored group. A response whose verdict takes over reward.timeout_s is incorrect; its worker is replaced."""
         ids = [completion.token_ids for completion in completions]
-        verified = await self._verify(ids, prompt.gold, self._timeout_s * len(ids))
+        verified, seconds = await self._verify(ids, prompt.gold, self._timeout_s * len(ids))
         if verified is None:  # one by one, to find the culprit
             verified = []
             for one in ids:
-                single = await self._verify([one], prompt.gold, self._timeout_s)
+                single, more = await self._verify([one], prompt.gold, self._timeout_s)
+                seconds += more
                 verified += single or [("", Verdict(False, None, f"no verdict within {self._timeout_s:g} s"))]
         texts, verdicts = [text for text, _ in verified], [verdict for _, verdict in verified]
-        return self._scorer.group(prompt, texts, completions, verdicts)
+        group = self._scorer.group(prompt, texts, completions, verdicts)
+        group.reward_s = seconds
+        return group
 
-    async def _verify(self, ids: list[Any], gold: str, timeout_s: float) -> list[tuple[str, Verdict]] | None:
+    async def _verify(self, ids: list[Any], gold: str, timeout_s: float) -> tuple[list[tuple[str, Verdict]] | None, float]:
+        """And the seconds that it took. None: the worker had to be replaced."""
         if self._idle is None:
             self._idle = asyncio.Queue()
             for worker in self._workers:
                 self._idle.put_nowait(worker)
         worker = await self._idle.get()
+        begin = time.monotonic()
         try:
-            await worker.ready.remote()  # starting up is not the verifier's time
-            begin = time.monotonic()
+            await worker.ready.remote()
+            begin = time.monotonic()  # starting up is not the verifier's time
             result = await asyncio.wait_for(worker.verify.remote(ids, gold), timeout_s)
-            self._seconds += time.monotonic() - begin
-            return result
+            return result, time.monotonic() - begin
         except (TimeoutError, RayActorError):  # stuck, or crashed by what it was given
             ray.kill(worker)
             worker = self._new_worker()
-            return None
+            return None, time.monotonic() - begin
         except RayError as error:
             raise readable(error) from error
         finally:

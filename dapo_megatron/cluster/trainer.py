@@ -2,8 +2,10 @@
 
 import os
 import socket
+import time
 from typing import Any
 
+import numpy as np
 import ray
 
 from dapo_megatron.cluster.session import gather_all, get_all, redirect_output
@@ -83,19 +85,40 @@ class PolicyGroup:
         """Statistics of each model replica."""
         return [stats for stats in await self._all("update", index, lr) if stats]
 
-    async def open_senders(self, senders: list[Any]) -> None:
+    async def offload(self) -> None:
+        """Optimizer state and gradients leave the device, to rollout servers on it. On CPU nothing does."""
+        await self._all("offload")
+
+    async def onload(self) -> None:
+        await self._all("onload")
+
+    async def open_senders(self, senders: dict[str, Any]) -> None:
+        """Connections with these servers (WeightSender by name) and no others; those that there are stay. RuntimeError names
+        the servers that can't be reached, the others are connected."""
         await self._all("open_senders", senders)
 
-    async def send_weights(self, version: int) -> None:
-        await self._all("send_weights", version)
+    async def send_weights(self, version: int, servers: list[str]) -> dict[str, float]:
+        """The present weights to these servers. Of one server: "bytes", "buckets", and "seconds" of all of them together.
+        RuntimeError names the servers that failed, the others have them; the senders of those that failed are closed."""
+        begin = time.perf_counter()
+        stages = await self._all("send_weights", version, servers)
+        totals = {name: float(sum(sent.get(name, 0) for sent in stages)) for name in ("bytes", "buckets")}
+        return {**totals, "seconds": time.perf_counter() - begin}
 
     async def close_senders(self) -> None:
         await self._all("close_senders")
 
-    async def checksums(self) -> list[dict[str, str]]:
-        """For each engine, what it must hold: the union over pipeline stages."""
-        parts = [part for part in await self._all("checksums") if part]
-        return [{k: v for part in parts for k, v in part[engine].items()} for engine in range(len(parts[0]))]
+    async def checksums(self, servers: list[str]) -> dict[str, dict[str, str]]:
+        """What each of these servers must hold: the union over pipeline stages."""
+        parts = [part for part in await self._all("checksums", servers) if part]
+        return {server: {k: v for part in parts for k, v in part[server].items()} for server in servers}
+
+    async def score(self, sequences: list[tuple[int, ...]]) -> list[np.ndarray]:
+        """For each sequence of at least two token ids, float32 [length - 1]: the log-prob of every token but the first, at
+        temperature 1, by the present weights."""
+        found = {number: value for part in await self._all("score", sequences) for number, value in part.items()}
+        ends = np.cumsum([len(sequence) - 1 for sequence in sequences])
+        return np.split(np.array([found[number] for number in range(ends[-1])], np.float32), ends[:-1])
 
     async def peak_memory_gb(self) -> float:
         return max(await self._all("peak_memory_gb"))

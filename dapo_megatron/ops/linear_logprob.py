@@ -32,9 +32,10 @@ TileLoss = Callable[[slice, Tensor, Tensor], tuple[Tensor, Any]]
 # Of the element-wise work. auto: Triton on GPUs (not for fp64), else torch. reference: all plain, see ops.reference.
 Implementation = Literal["auto", "torch", "triton", "reference"]
 
-# What a tile's logits may take. CPU: 640 tokens in bf16 and 320 in fp32 at 152K words, where the matmuls reach their
-# full speed. GPU: the weight gradient in fp32 is read and written once a tile, and must not outweigh the tile's own matmuls.
-CPU_TILE_BYTES, GPU_TILE_BYTES = 190 * 2**20, 2 * 2**30
+# What a tile may take: its logits, and of each hidden value its gradient, as it is added up and as it is given. CPU: some 700
+# tokens in bf16 and 350 in fp32 at 152K words, where the matmuls reach their full speed. The weight's gradient in fp32 is
+# read and written once a tile, and must not outweigh the tile's own matmuls: so as few tiles as that allows, of equal size.
+CPU_TILE_BYTES, GPU_TILE_BYTES, HIDDEN_BYTES = 215 * 2**20, 2 * 2**30, 16
 CPU_BLOCK_LOGITS = 2**19  # 2 MB in fp32
 
 
@@ -64,38 +65,44 @@ class _Head:
         for lo in range(0, max(len(self.hidden), 1), self.tile_tokens):
             yield slice(lo, min(lo + self.tile_tokens, len(self.hidden)))
 
-    def blocks(self, tile: slice) -> list[slice]:
-        """The rows of the weight that are worked on at a time: on CPU what stays in a core's cache, on GPUs all."""
-        rows, num_tokens = len(self.weight), tile.stop - tile.start
-        step = max(rows if self.hidden.is_cuda else CPU_BLOCK_LOGITS // max(num_tokens, 1), 1)
-        return [slice(lo, min(lo + step, rows)) for lo in range(0, rows, step)]
-
     def buffer(self, num_logits: int) -> Tensor:
         return torch.empty(num_logits, dtype=self.logit_dtype, device=self.hidden.device)
 
-    def logits(self, tile: slice, block: slice, buffer: Tensor) -> Tensor:
-        """Before the temperature, in `buffer`: [rows of the block, c]."""
-        rows, tokens = self.weight[block], self.hidden[tile].t()
-        out = buffer[: len(rows) * tokens.shape[1]].view(len(rows), tokens.shape[1])
-        if self.logit_dtype is self.hidden.dtype:
-            return torch.mm(rows, tokens, out=out)
-        return torch.mm(rows, tokens, out_dtype=self.logit_dtype, out=out)
+    def places(self, tile: slice, buffer: Tensor | None = None) -> list["_Block"]:
+        """Rows of the weight that are worked on at a time (on CPU what stays in a core's cache, on GPUs all), and where their
+        logits go: beside each other in `buffer`, or else all to the same place, which the next block then takes.
+        """
+        rows, num_tokens = len(self.weight), tile.stop - tile.start
+        step = max(rows if self.hidden.is_cuda else CPU_BLOCK_LOGITS // max(num_tokens, 1), 1)
+        into = buffer if buffer is not None else self.buffer(min(step, rows) * num_tokens)
+        found = []
+        for lo in range(0, rows, step):
+            size, begin = min(step, rows - lo), 0 if buffer is None else lo * num_tokens
+            found.append((slice(lo, lo + size), into[begin : begin + size * num_tokens].view(size, num_tokens)))
+        return found
 
-    def stats(self, tile: slice, block: slice, logits: Tensor, keep: bool) -> Tensor:
-        return self.kernels.block_stats(logits, self.index[tile] - block.start, self.inverse_temperature, keep)
+    def multiply(self, tile: slice, places: list["_Block"]) -> Iterator["_Block"]:
+        """The logits before the temperature, block by block."""
+        tokens, options = self.hidden[tile].t(), {}
+        if self.logit_dtype is not self.hidden.dtype:
+            options["out_dtype"] = self.logit_dtype
+        for block, out in places:
+            yield block, torch.mm(self.weight[block], tokens, out=out, **options)
 
-    def shard_stats(self, tile: slice, parts: list[Tensor]) -> Tensor:
-        """[4, c] of this rank's rows, from the blocks' statistics."""
-        if parts:
-            return merge_parts(torch.stack(parts))
-        nothing = torch.zeros(4, tile.stop - tile.start, dtype=self.compute_dtype, device=self.hidden.device)
-        nothing[0] = NO_ROWS  # this rank has but padding
-        return nothing
+    def shard_stats(self, tile: slice, places: list["_Block"]) -> Tensor:
+        """[4, c] of this rank's rows; the logits are then in `places`."""
+        # one tensor for the blocks' statistics: small ones that stay, between large ones that go, tear holes into the heap
+        shape = (max(len(places), 1), 4, tile.stop - tile.start)
+        parts = torch.zeros(shape, dtype=self.compute_dtype, device=self.hidden.device)
+        parts[:, 0] = NO_ROWS  # this rank may have but padding
+        for number, (block, logits) in enumerate(self.multiply(tile, places)):
+            parts[number] = self.kernels.block_stats(logits, self.index[tile] - block.start, self.inverse_temperature)
+        return merge_parts(parts)
 
 
 # a tile's tokens, their softmax, the loss's derivatives by their log-probs and (None: it doesn't depend on them) entropies
 _Derivative = tuple[slice, Softmax, Tensor, Tensor | None]
-_Block = tuple[slice, Tensor, Tensor]  # rows, logits as block_stats left them, their maxima [c]
+_Block = tuple[slice, Tensor]  # rows, their logits [rows, c] before the temperature
 
 
 class _Gradients:
@@ -110,10 +117,10 @@ class _Gradients:
         tile, softmax, d_logprob, d_entropy = derivative
         d_logprob, d_entropy = d_logprob * scale, None if d_entropy is None else d_entropy * scale
         d_tokens = torch.zeros(head.hidden[tile].shape, dtype=head.compute_dtype, device=head.hidden.device)
-        for block, logits, maxima in blocks:
+        for block, logits in blocks:
             index = head.index[tile] - block.start
             d_logits = head.kernels.block_gradient(
-                logits, maxima, softmax, index, d_logprob, d_entropy, head.inverse_temperature, head.hidden.dtype
+                logits, softmax, index, d_logprob, d_entropy, head.inverse_temperature, head.hidden.dtype
             )
             _addmm(d_tokens, d_logits.t(), head.weight[block])
             if self.weight is not None:
@@ -123,19 +130,7 @@ class _Gradients:
     def add_again(self, derivative: _Derivative, scale: float = 1.0) -> None:
         """The same from the log-sum-exp alone: logits are computed again, a block at a time."""
         head, tile = self._head, derivative[0]
-
-        def blocks() -> Iterator[_Block]:
-            chosen = head.blocks(tile)
-            buffer = head.buffer(_largest(chosen, tile))
-            for block in chosen:
-                logits = head.logits(tile, block, buffer)
-                yield block, logits, head.stats(tile, block, logits, keep=True)[0]
-
-        self.add(derivative, blocks(), scale)
-
-
-def _largest(blocks: list[slice], tile: slice) -> int:
-    return max((block.stop - block.start for block in blocks), default=0) * (tile.stop - tile.start)
+        self.add(derivative, head.multiply(tile, head.places(tile)), scale)
 
 
 def _addmm(into: Tensor, a: Tensor, b: Tensor) -> None:
@@ -153,10 +148,7 @@ class _LinearLogprob(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, head: _Head, main_grad: MainGrad) -> tuple[Tensor, Tensor]:
         shard = []
         for tile in head.tiles():
-            blocks = head.blocks(tile)
-            buffer = head.buffer(_largest(blocks, tile))
-            parts = [head.stats(tile, block, head.logits(tile, block, buffer), keep=False) for block in blocks]
-            shard.append(head.shard_stats(tile, parts))
+            shard.append(head.shard_stats(tile, head.places(tile)))
         softmax = whole_softmax(torch.cat(shard, dim=1), head.group)
         ctx.head, ctx.main_grad, ctx.softmax = head, main_grad, softmax
         ctx.save_for_backward(hidden, weight)  # autograd then complains if they are changed before the backward
@@ -194,20 +186,14 @@ class _LinearLoss(torch.autograd.Function):
         buffer = head.buffer(len(head.weight) * min(head.tile_tokens, len(hidden)))
         derivatives: list[_Derivative] = []
         for tile in head.tiles():
-            num_tokens = tile.stop - tile.start
-            blocks: list[_Block] = []
-            parts = []
-            for block in head.blocks(tile):
-                logits = head.logits(tile, block, buffer[block.start * num_tokens :])
-                parts.append(head.stats(tile, block, logits, keep=True))
-                blocks.append((block, logits, parts[-1][0]))
-            softmax = whole_softmax(head.shard_stats(tile, parts), head.group)
+            places = head.places(tile, buffer)
+            softmax = whole_softmax(head.shard_stats(tile, places), head.group)
             loss, d_logprob, d_entropy, output = _differentiate(loss_fn, tile, softmax)
             total += loss
             outputs.append(output)
             if wanted:
                 derivatives.append((tile, softmax, d_logprob, d_entropy))
-                gradients.add(derivatives[-1], blocks, grad_scale)
+                gradients.add(derivatives[-1], places, grad_scale)
         ctx.head, ctx.main_grad, ctx.gradients, ctx.derivatives = head, main_grad, gradients, derivatives
         ctx.grad_scale, ctx.num_backwards = grad_scale, 0
         ctx.save_for_backward(hidden, weight)
@@ -328,8 +314,10 @@ def _head(
     )
     if not tile_tokens:
         budget = GPU_TILE_BYTES if hidden.is_cuda else CPU_TILE_BYTES
-        tokens = budget // (shard * head.logit_dtype.itemsize)  # by the shard with its padding: the same on all ranks
-        head.tile_tokens = max(tokens // 64 * 64, 64)
+        # by the shard with its padding: the same on all ranks
+        most = budget // (shard * head.logit_dtype.itemsize + HIDDEN_BYTES * hidden.shape[1])
+        count = -(-len(hidden) // max(most, 64))
+        head.tile_tokens = max(-(-len(hidden) // max(count, 1) // 16) * 16, 64)
     return head
 
 

@@ -183,11 +183,11 @@ def _splits(rows: int, step_rows: int, token_blocks: int) -> tuple[int, int]:
     return triton.cdiv(steps, per_split), per_split
 
 
-def block_stats(block: Tensor, index: Tensor, inverse_temperature: float, keep: bool) -> Tensor:
+def block_stats(block: Tensor, index: Tensor, inverse_temperature: float) -> Tensor:
     """Statistics fp32 [4, c] (ops.parts) of a block's logits before the temperature; the block is left as it is.
 
     block [rows, c] fp32, bf16 or fp16, with stride(1) == 1. index int64 [c] is the row of every token's target, outside
-    [0, rows) if it isn't in this block. `keep` is for ops.torch_kernels.
+    [0, rows) if it isn't in this block.
     """
     rows, tokens = block.shape
     assert block.stride(1) == 1 or tokens <= 1
@@ -202,7 +202,6 @@ def block_stats(block: Tensor, index: Tensor, inverse_temperature: float, keep: 
 
 def block_gradient(
     block: Tensor,
-    block_max: Tensor,
     softmax: Softmax,
     index: Tensor,
     d_logprob: Tensor,
@@ -212,8 +211,8 @@ def block_gradient(
 ) -> Tensor:
     """[rows, c] of `dtype`: the gradient of the logits before the temperature; see ops.torch_kernels.
 
-    block and index as for block_stats; softmax fp32 over the whole vocabulary; block_max isn't needed here. A contiguous
-    block of that dtype is overwritten and returned.
+    block and index as for block_stats; softmax fp32 over the whole vocabulary. A contiguous block of
+    that dtype is overwritten and returned.
     """
     rows, tokens = block.shape
     assert block.stride(1) == 1 or tokens <= 1

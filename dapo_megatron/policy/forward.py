@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from dapo_megatron.records import MicroBatch
 
 
 class DeviceBatch:
-    """This context-parallel rank's part of a MicroBatch as tensors on its device; the old log-probs come later.
+    """This context-parallel rank's part of a MicroBatch as tensors on its device; log-probs come later.
 
     Of the R response tokens only those in the mask are here: nothing is computed for the others, whose hidden states never meet
     the vocabulary.
@@ -48,8 +47,9 @@ class DeviceBatch:
         self.number = batch.number[batch.mask]
         self.num_valid = batch.num_valid
         self.packed_trees = PackedTrees(whole, cp, cp_rank, device)
-        self.trainer_logprobs = torch.empty(0)  # [R], by the weights before the step; known after Policy.old_logprobs
-        self.old_logprobs: Tensor | None = None
+        self.logprobs = torch.empty(0)  # [R], as the last pass found them: Policy.old_logprobs, then every update
+        self.old_logprobs: Tensor | None = None  # [R]
+        self.importance: Tensor | None = None  # [R], weights of algo.off_policy.old_policy
         self.stats: dict[str, Tensor] = {}  # of the last update
 
 
@@ -105,16 +105,20 @@ class LogprobHead(Head):
 
 @dataclass
 class LossHead(Head):
-    """The micro-batch's loss, a scalar; its statistics are put into DeviceBatch.stats."""
+    """The micro-batch's loss, a scalar; its statistics and the log-probs are put into the DeviceBatch."""
 
     objective: Objective
 
     def output(self, hidden: Tensor, weight: Tensor, batch: DeviceBatch, config: Any) -> Tensor:
-        loss, stats = linear_loss(
+        def tile_loss(tokens: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, tuple[dict[str, Tensor], Tensor]]:
+            loss, stats = self.objective(batch, tokens, logprobs, entropy)
+            return loss, (stats, logprobs.detach())
+
+        loss, tiles = linear_loss(
             hidden,
             weight,
             batch.targets,
-            partial(self.objective, batch),
+            tile_loss,
             temperature=self.temperature,
             vocab_size=self.vocab_size,
             tp_group=parallel_state.get_tensor_model_parallel_group(),
@@ -122,7 +126,8 @@ class LossHead(Head):
             # the schedule will multiply the loss by this
             grad_scale=1.0 if config.grad_scale_func is None else float(config.grad_scale_func(torch.ones(()))),
         )
-        batch.stats = merge_stats(stats)
+        batch.stats = merge_stats(stats for stats, _ in tiles)
+        batch.logprobs = torch.cat([logprobs for _, logprobs in tiles])
         return loss
 
 

@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
 from dapo_megatron.algo.objective import dapo_objective, merge_stats
+from dapo_megatron.algo.off_policy import drift_stats, old_policy
 from dapo_megatron.config import Config
 from dapo_megatron.policy import checkpoint, cpu_backend, model, pipeline_fixes, weights_io
 from dapo_megatron.policy.forward import DeviceBatch, Head, LogprobHead, LossHead, run_model
@@ -79,6 +81,7 @@ class Policy:
                 clip_high=algorithm.clip_high,
                 dual_clip=algorithm.dual_clip,
                 entropy_coef=algorithm.entropy_coef,
+                importance_cap=algorithm.importance_cap,
             ),
         )
         self.minibatches: list[list[DeviceBatch]] = []
@@ -126,40 +129,53 @@ class Policy:
     def load_batch(self, minibatches: list[list[MicroBatch]]) -> None:
         """This data-parallel rank's share of the rollout batch: for each mini-batch its micro-batches."""
         self.minibatches = [[DeviceBatch(batch) for batch in micro] for micro in minibatches]
+        if self.cfg.algorithm.old_logprobs == "engine":
+            for batch in (batch for micro in self.minibatches for batch in micro):
+                batch.old_logprobs = batch.rollout_logprobs
 
     def old_logprobs(self) -> Stats:
-        """Log-probs of the whole batch by the weights before the step's first update; kept beside the batch.
+        """Log-probs of the whole batch by the weights before the step's first update, and what follows from them; kept beside
+        the batch. Not with algorithm.old_logprobs=engine.
 
-        Returns sums over this rank's share (empty on all but one rank of a model replica): trainer against rollout engine.
+        Returns algo.off_policy.drift_stats of this rank's share, empty on all but one rank of a model replica.
         """
         batches = [batch for micro in self.minibatches for batch in micro]
         with torch.no_grad():
             outputs = self._run(batches, self.logprob_head, _keep_logprobs, forward_only=True)
         stats = []
         for batch, output in zip(batches, outputs, strict=False):  # no outputs but on the last stage
-            batch.trainer_logprobs = output["logprobs"]
-            batch.old_logprobs = torch.where(batch.stale, batch.rollout_logprobs, batch.trainer_logprobs)
-            diff = (output["logprobs"] - batch.rollout_logprobs)[~batch.stale].abs()
-            stats.append(
-                {
-                    "fresh_tokens": float(len(diff)),
-                    "diff_sum": float(diff.sum()),
-                    "diff_max": float(diff.max()) if len(diff) else 0.0,
-                }
-            )
-        return merge_stats(stats) if self._reports() else {}
+            batch.logprobs = output["logprobs"]
+            tokens = batch.logprobs, batch.rollout_logprobs, batch.stale, self.cfg.algorithm.importance_cap
+            batch.old_logprobs, batch.importance = old_policy(*tokens)
+            stats.append(drift_stats(*tokens))
+        return _plain(merge_stats(stats)) if self._reports() else {}
 
     def token_logprobs(self, index: int) -> dict[int, float]:
-        """What old_logprobs found for mini-batch `index`, by the numbers (MicroBatch) of the response tokens in the mask; {}
-        on ranks that don't report. Not collective."""
+        """What old_logprobs or, if it came later, the last update found for mini-batch `index`, by the numbers (MicroBatch) of
+        the response tokens in the mask; {} on ranks that don't report. Not collective."""
         return {
             int(number): value
             for batch in (self.minibatches[index] if self._reports() else [])
-            for number, value in zip(batch.number, batch.trainer_logprobs.tolist(), strict=True)
+            for number, value in zip(batch.number, batch.logprobs.tolist(), strict=True)
+        }
+
+    def logprobs(self, batches: list[MicroBatch], temperature: float) -> dict[int, float]:
+        """By the present weights, of micro-batches that aren't the step's: by the numbers of the response tokens in the mask,
+        {} on ranks that don't report. Every rank has to give as many micro-batches."""
+        device_batches = [DeviceBatch(batch) for batch in batches]
+        head = replace(self.logprob_head, temperature=temperature)
+        with torch.no_grad():
+            outputs = self._run(device_batches, head, _keep_logprobs, forward_only=True)
+        return {
+            int(number): value
+            for batch, output in zip(device_batches, outputs, strict=False)  # no outputs but on the last stage
+            for number, value in zip(batch.number, output["logprobs"].tolist(), strict=True)
+            if self._reports()
         }
 
     def update(self, index: int, lr: float) -> Stats:
-        """One optimizer step on mini-batch `index`. Returns sums over this rank's share (see algo.objective), grad_norm.
+        """One optimizer step on mini-batch `index`. Returns sums over this rank's share (see algo.objective and, by the policy
+        before this update, algo.off_policy.drift_stats), grad_norm.
 
         If a loss or gradient isn't finite on any rank, all leave weights and optimizer state as they are; grad_norm_max is nan
         or inf then, and only then.
@@ -178,7 +194,7 @@ class Policy:
             grad_norm = error.norm
         if not self._reports():
             return {}
-        return {"grad_norm_max": float(grad_norm), **{name: float(value) for name, value in merge_stats(stats).items()}}
+        return {"grad_norm_max": float(grad_norm), **_plain(merge_stats(stats))}
 
     def _run(self, batches: list[DeviceBatch], head: Head, loss: Any, forward_only: bool) -> list[dict[str, Any]]:
         def forward_step(iterator: Iterator[DeviceBatch], ddp: Any) -> tuple[Tensor, Any]:
@@ -228,11 +244,11 @@ class Policy:
         first = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
         return first or parallel_state.get_expert_data_parallel_rank() == 0
 
-    def stream_weights(self, bucket_bytes: int) -> Iterator[weights_io.Bucket]:
-        """Full HF tensors of this rank's pipeline stage (collective over its tensor-parallel group)."""
-        return weights_io.stream_hf_tensors(self.gpt, self.shape, bucket_bytes)
+    def stream_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Full HF tensors of this rank's pipeline stage (collective over its tensor-parallel group), see stream_hf_tensors."""
+        return weights_io.stream_hf_tensors(self.gpt, self.shape, dtype)
 
-    def stream_gradients(self, bucket_bytes: int) -> Iterator[weights_io.Bucket]:
+    def stream_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """The last update's gradients, as clipped, under HF names. The distributed optimizer leaves every data-parallel
         rank with its shard only; the shards are gathered first. Collective over all ranks of the stage."""
         for buffer in (buffer for chunk in self.model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)):
@@ -240,13 +256,17 @@ class Policy:
             for bucket in buffer.buckets:
                 shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
-        return weights_io.stream_hf_tensors(self.gpt, self.shape, bucket_bytes, value=lambda p: p.main_grad)
+        return weights_io.stream_hf_tensors(self.gpt, self.shape, value=lambda p: p.main_grad)
 
     def save(self, folder: str | Path) -> None:
         checkpoint.save(Path(folder), self.model, self.optimizer)
 
     def load(self, folder: str | Path) -> None:
         checkpoint.load(Path(folder), self.model, self.optimizer)
+
+
+def _plain(stats: dict[str, Tensor]) -> Stats:
+    return {name: float(value) for name, value in stats.items()}
 
 
 class _NotFiniteError(Exception):
@@ -277,18 +297,28 @@ def _keep_stats(batch: DeviceBatch, loss: Tensor) -> tuple[Tensor, Tensor, dict[
 
 
 def _objective(
-    batch: DeviceBatch, tokens: slice, logprobs: Tensor, entropy: Tensor, **settings: float
+    batch: DeviceBatch, tokens: slice, logprobs: Tensor, entropy: Tensor, importance_cap: float, **settings: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Sum of w * N * term over a tile of tokens, and its statistics."""
     assert batch.old_logprobs is not None, "old_logprobs() comes before update()"
-    old = batch.old_logprobs[tokens]
-    everything = torch.ones_like(batch.stale[tokens])  # the batch has nothing but tokens in the mask
+    old, engine, stale = batch.old_logprobs[tokens], batch.rollout_logprobs[tokens], batch.stale[tokens]
+    importance = None if batch.importance is None else batch.importance[tokens]
+    everything = torch.ones_like(stale)  # the batch has nothing but tokens in the mask
     loss, stats = dapo_objective(
-        logprobs, old, batch.advantages[tokens], batch.weights[tokens], everything, entropy=entropy, **settings
+        logprobs,
+        old,
+        batch.advantages[tokens],
+        batch.weights[tokens],
+        everything,
+        entropy=entropy,
+        importance=importance,
+        **settings,
     )
-    error = (logprobs.detach() - old)[~batch.stale[tokens]].exp().sub(1.0).abs()
+    error = (logprobs.detach() - old)[~stale].exp().sub(1.0).abs()
     stats["fresh_ratio_error_max"] = error.max() if len(error) else error.sum()
-    # The gradient norm is what all ranks decide by. The clips' backward would keep from it that a loss isn't finite.
-    finite = loss.detach().isfinite() & old.isfinite().all()
+    stats |= drift_stats(logprobs.detach(), engine, stale, importance_cap)
+    # The gradient norm is what all ranks decide by. The clips' backward would keep from it that a loss isn't finite, and an
+    # importance cap that a weight isn't.
+    finite = loss.detach().isfinite() & old.isfinite().all() & (importance is None or engine.isfinite().all())
     logprobs.register_hook(lambda gradient: gradient.where(finite, torch.nan))
     return loss, stats

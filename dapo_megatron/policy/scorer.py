@@ -52,7 +52,7 @@ class Scorer:
 
     def logprobs(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """For each text of at least two token ids, float32 [length - 1]: of every token but the first, at temperature 1."""
-        samples = [_sample(np.asarray(text, np.int32)) for text in texts]
+        samples = [text_sample(np.asarray(text, np.int32)) for text in texts]
         (batches,) = pack_minibatch_for(self._cfg.parallel, samples)
         found = np.empty(sum(len(sample.mask) for sample in samples), np.float32)
         with torch.no_grad():
@@ -61,7 +61,7 @@ class Scorer:
         return np.split(found, np.cumsum([len(sample.mask) for sample in samples])[:-1])
 
 
-def _sample(token_ids: np.ndarray) -> Sample:
+def text_sample(token_ids: np.ndarray) -> Sample:
     """A text as a response to its first token; what only the loss looks at is zero."""
     zeros = np.zeros(len(token_ids) - 1, np.float32)
-    return Sample(token_ids, 1, zeros, zeros != 0, zeros == 0, zeros, zeros, group=0)
+    return Sample(token_ids, 1, zeros, zeros.astype(np.int32), zeros == 0, zeros, zeros, group=0)

@@ -22,8 +22,6 @@ from dapo_megatron.weights.mapping import (
     to_megatron,
 )
 
-Bucket = list[tuple[str, Tensor]]
-
 
 def named_parameters(chunks: Sequence[torch.nn.Module], shape: ModelShape) -> Iterator[tuple[str, torch.nn.Parameter, bool]]:
     """(name with the global layer and expert number, parameter, is it the second copy of a tied embedding)."""
@@ -68,30 +66,28 @@ def _weight(param: torch.nn.Parameter) -> Tensor:
 
 
 def stream_hf_tensors(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape, bucket_bytes: int, value: Callable[[Any], Tensor] = _weight
-) -> Iterator[Bucket]:
-    """This pipeline stage's weights (or what `value` takes of each parameter) as full HF tensors, bucket by bucket.
+    chunks: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    dtype: torch.dtype | None = None,
+    value: Callable[[Any], Tensor] = _weight,
+) -> Iterator[tuple[str, Tensor]]:
+    """This pipeline stage's weights (or what `value` takes of each parameter) as full HF tensors, some of them the parameters
+    themselves. If they will be cast to a smaller `dtype`, they have it already: it is done before they are gathered.
 
-    Collective over the tensor-parallel (for experts: and expert-parallel) group, all of whose ranks get them. Only one bucket
-    (and the largest tensor of each of these ranks) is held at a time.
+    Collective over the tensor-parallel (for experts: and expert-parallel) group, all of whose ranks get them. No more than one
+    parameter of all these ranks is held at a time.
     """
     rules = rules_for(shape)
-    bucket: Bucket = []
-    size = 0
     for name, param, copy in named_parameters(chunks, shape):
         if copy:
             continue
         rule, own = rule_of(name, rules)
-        local = value(param).contiguous()
+        local = value(param)
+        if dtype is not None and dtype.itemsize < local.dtype.itemsize:
+            local = local.to(dtype)
+        local = local.contiguous()
         for index, shards in _gather_experts(local, own, shape) if rule.is_expert else [(own, _gather(local, rule))]:
-            for hf_name, tensor in zip(rule.hf_names(index), to_hf(rule, shards, shape), strict=True):
-                if bucket and size + tensor.nbytes > bucket_bytes:
-                    yield bucket
-                    bucket, size = [], 0
-                bucket.append((hf_name, tensor.contiguous()))
-                size += tensor.nbytes
-    if bucket:
-        yield bucket
+            yield from zip(rule.hf_names(index), to_hf(rule, shards, shape), strict=True)
 
 
 def _gather(local: Tensor, rule: Rule) -> list[Tensor]:

@@ -4,17 +4,23 @@ import os
 import resource
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from dapo_megatron.algo.packing import pack_minibatch_for
 from dapo_megatron.config import Config
 from dapo_megatron.policy import model as model_builder
+from dapo_megatron.policy.offload import Offload
 from dapo_megatron.policy.policy import Policy, Stats, init_distributed
-from dapo_megatron.policy.weights_io import Bucket
+from dapo_megatron.policy.scorer import text_sample
+from dapo_megatron.policy.sending import Sending
+from dapo_megatron.policy.shared_sending import SharedSending
 from dapo_megatron.records import MicroBatch
 from dapo_megatron.weights.hf_folder import finish_folder, start_folder, write_shards
 
@@ -28,8 +34,9 @@ class PolicyWorker:
         init_distributed(rank, world_size, master)
         self.cfg, self.model_dir, self.rank = cfg, model_dir, rank
         self.policy = Policy(cfg, model_dir)
-        self._senders: list[Any] = []
-        self._num_engines = 0
+        shared = cfg.cluster.colocate and torch.cuda.is_available()
+        self._sending = SharedSending(self.policy) if shared else Sending(self.policy)
+        self._offload = Offload(self.policy)
 
     def describe(self) -> dict[str, Any]:
         """Not collective."""
@@ -59,57 +66,35 @@ class PolicyWorker:
             return torch.cuda.max_memory_allocated() / 1e9
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
-    # --- publishing: stage after stage, so that servers never wait for two senders at once ---
+    # --- memory, see Offload: what needs the optimizer's state or gradients has to come between onload and offload ---
 
-    def open_senders(self, senders: list[Any]) -> None:
-        """Connect this pipeline stage's leader with every engine."""
-        self._num_engines = len(senders)
-        self._senders = senders if self.policy.is_stage_leader else []
-        failure: RuntimeError | None = None
-        for stage in self._stages_in_turn():
-            try:
-                for sender in self._senders:
-                    sender.open(stage, self.policy.num_stages)
-            except RuntimeError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+    def offload(self) -> None:
+        self._offload.offload()
 
-    def send_weights(self, version: int) -> None:
-        """Hand the current weights to every engine, each stage its own layers, bucket by bucket."""
-        failure: RuntimeError | None = None
-        for _ in self._stages_in_turn():
-            for bucket in self.policy.stream_weights(self._bucket_bytes) if self.policy.is_first_replica else ():
-                try:
-                    for sender in self._senders if failure is None else ():
-                        sender.send(bucket, version)
-                except RuntimeError as error:  # goes on with the others, who wait for this rank, so that all can try again
-                    failure = error
-        if failure is not None:
-            raise failure
+    def onload(self) -> None:
+        self._offload.onload()
 
-    def checksums(self) -> list[dict[str, str]]:
-        """For each engine, what it must hold of this stage's weights; empty on ranks that don't lead a stage."""
-        sums = []
-        for engine in range(self._num_engines if self.policy.is_first_replica else 0):
-            tensors = (item for bucket in self.policy.stream_weights(self._bucket_bytes) for item in bucket)
-            if self.policy.is_stage_leader:
-                sums.append(self._senders[engine].checksums(tensors))
-            else:
-                deque(tensors, maxlen=0)  # takes part in the gathering
-        return sums
+    # --- publishing, see Sending ---
+
+    def open_senders(self, senders: Mapping[str, Any]) -> None:
+        self._sending.open(senders)
+
+    def send_weights(self, version: int, servers: Collection[str]) -> dict[str, int]:
+        return self._sending.send(version, servers, self._bucket_bytes)
+
+    def checksums(self, servers: Collection[str]) -> dict[str, dict[str, str]]:
+        return self._sending.checksums(servers)
 
     def close_senders(self) -> None:
-        for sender in self._senders:
-            sender.close()
-        self._senders = []
+        """Not collective."""
+        self._sending.close()
 
-    def _stages_in_turn(self) -> Iterator[int]:
-        """Yields once, when it is this rank's stage's turn."""
-        for stage in range(self.policy.num_stages):
-            if stage == self.policy.stage:
-                yield stage
-            dist.barrier()
+    def score(self, sequences: Sequence[Sequence[int]]) -> dict[int, float]:
+        """This rank's part of the sequences' log-probs (see PolicyGroup.score) by the tokens' numbers, which count all tokens
+        but each sequence's first. The batch that is loaded stays."""
+        samples = [text_sample(np.asarray(ids, np.int32)) for ids in sequences]
+        shares = pack_minibatch_for(replace(self.cfg.parallel, share_prompts=False), samples)
+        return self.policy.logprobs(shares[self.policy.dp_rank], temperature=1.0)
 
     @property
     def _bucket_bytes(self) -> int:
@@ -129,21 +114,19 @@ class PolicyWorker:
 
     def export_hf(self, out: str) -> None:
         """The policy as an HF folder; every stage's leader writes its own layers. `out` appears when it is whole."""
-        self._write_folder(out, self.policy.stream_weights)
+        self._write_folder(out, self.policy.stream_weights())
 
     def write_gradients(self, out: str) -> None:
         """The last update's gradients, as clipped, in the form of an HF folder (see Policy.stream_gradients)."""
-        self._write_folder(out, self.policy.stream_gradients)
+        self._write_folder(out, self.policy.stream_gradients())
 
-    def _write_folder(self, out: str, stream: Callable[[int], Iterator[Bucket]]) -> None:
+    def _write_folder(self, out: str, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         partial = Path(out + ".partial")
         if self.rank == 0:
             start_folder(partial, Path(self.model_dir), self.cfg.model.dtype)
         dist.barrier()
         written = {}
-        buckets = stream(self._bucket_bytes)
         if self.policy.is_first_replica:
-            tensors = (item for bucket in buckets for item in bucket)
             if self.policy.is_stage_leader:
                 written = write_shards(partial, f"stage{self.policy.stage}", tensors)
             else:

@@ -35,7 +35,6 @@ class Scorer:
         self._rewards = (incorrect, correct)
         self._overlong = (max_response_tokens, cache_tokens, penalty_factor)
         soft_overlong_penalty([], *self._overlong)  # a bad limit is found here, not at the first group
-        self.num_errors = 0  # verdicts that failed (an exception, or a pool's time limit) and count as incorrect
 
     @classmethod
     def from_config(cls, reward: Any, max_response_tokens: int) -> "Scorer":
@@ -60,7 +59,7 @@ class Scorer:
     def group(
         self, prompt: Prompt, texts: Sequence[str], completions: Sequence[Completion], verdicts: Sequence[Verdict]
     ) -> Group:
-        """The scored group of G responses; verdicts with an error are added to `num_errors`.
+        """The scored group of G responses.
 
         ValueError, naming data source and problem, for what is no verdict (nan would count as correct) and for a reward
         that isn't finite: that is a fault of the reward function, whatever the response.
@@ -70,7 +69,6 @@ class Scorer:
         for verdict in verdicts:
             if not isinstance(verdict, Verdict) or not isinstance(verdict.correct, bool | np.bool_):
                 raise ValueError(f"{where} gave {verdict!r}; mend it: a Verdict whose `correct` is True or False is expected")
-        self.num_errors += sum(bool(v.error) for v in verdicts)
         correct = np.array([v.correct for v in verdicts], dtype=bool)
         incorrect_reward, correct_reward = self._rewards
         group = Group(
@@ -81,6 +79,7 @@ class Scorer:
             raw_reward=np.where(correct, correct_reward, incorrect_reward).astype(np.float32),
             overlong_penalty=soft_overlong_penalty([len(c) for c in completions], *self._overlong),
             extracted=[v.extracted for v in verdicts],
+            num_errors=sum(bool(v.error) for v in verdicts),
         )
         if not np.isfinite(group.reward).all():
             raise ValueError(f"{where} led to rewards {group.reward.tolist()}; they must be finite: mend reward.*")

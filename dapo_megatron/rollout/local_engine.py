@@ -6,7 +6,7 @@ batch of its own and has its own random generator, so neither order nor company 
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from dapo_megatron.records import Completion
 from dapo_megatron.rollout.engine import GenerateRequest, SamplingParams, WeightSender
 
 Bucket = list[tuple[str, Any]]
+NAME = "local"
 
 
 def local_checksums(tensors: Iterable[tuple[str, Any]], dtype: str) -> dict[str, str]:
@@ -34,7 +35,7 @@ class LocalWeightSender:
     """Implements WeightSender by calling `load(bucket, version)`: LocalEngine.load_bucket, or a remote call of it."""
 
     def __init__(self, load: Callable[[Bucket, int], None], dtype: str):
-        self._load, self._dtype = load, dtype
+        self._load, self.dtype, self.layout, self.device = load, dtype, dtype, "cpu"
 
     def open(self, sender: int, num_senders: int) -> None:
         pass
@@ -42,17 +43,38 @@ class LocalWeightSender:
     def send(self, bucket: Bucket, version: int) -> None:
         import torch
 
-        dtype = getattr(torch, self._dtype)
-        self._load([(name, tensor.detach().to("cpu", dtype)) for name, tensor in bucket], version)
+        dtype = getattr(torch, self.dtype)
+        # Copies: a tensor that is part of a bucket would be pickled with all of it.
+        self._load([(name, tensor.detach().to("cpu", dtype, copy=True)) for name, tensor in bucket], version)
 
     def checksums(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
-        return local_checksums(tensors, self._dtype)
+        return local_checksums(tensors, self.dtype)
 
     def close(self) -> None:
         pass
 
 
-class LocalEngine:
+class OneServer:
+    """The part of RolloutEngine that is about servers, for an engine that is one process and takes the run along if it dies."""
+
+    async def open(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {"engine/servers": 1.0, "engine/restarts": 0.0, "engine/retries": 0.0}
+
+    def waiting(self) -> list[str]:
+        return []
+
+    async def joined(self) -> None:
+        await asyncio.Event().wait()
+
+    async def drop_lost(self, failed: Collection[str] = ()) -> list[str]:
+        return []
+
+
+class LocalEngine(OneServer):
     """Implements RolloutEngine. Requests take turns, token by token, on the caller's event loop.
 
     Args:
@@ -133,7 +155,7 @@ class LocalEngine:
             if request_id in self._aborted:
                 self._aborted[request_id] = True
 
-    async def prompt_logprobs(self, token_ids: tuple[int, ...]) -> np.ndarray:
+    async def prompt_logprobs(self, token_ids: tuple[int, ...], server: str = "") -> np.ndarray:
         """float32 [len - 1]: log-prob of each token but the first, at temperature 1."""
         import torch
 
@@ -141,11 +163,11 @@ class LocalEngine:
         logprobs = self._model(ids).logits[0, :-1].float().log_softmax(-1)
         return logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
-    def weight_senders(self) -> list[WeightSender]:
+    async def weight_senders(self) -> dict[str, WeightSender]:
         """For a trainer in the same process; elsewhere wrap load_bucket in a remote call."""
-        return [LocalWeightSender(self.load_bucket, self.dtype)]
+        return {NAME: LocalWeightSender(self.load_bucket, self.dtype)}
 
-    async def begin_update(self, version: int) -> None:
+    async def begin_update(self, version: int, servers: Collection[str] = (NAME,)) -> None:
         """After a failed publish call it again: everything has to be loaded anew."""
         if self._aborted:
             raise RuntimeError(f"version {version} cannot be published while {sorted(self._aborted)[:5]} are in flight")
@@ -166,7 +188,7 @@ class LocalEngine:
             target.copy_(tensor)
             self._loaded.add(name)
 
-    async def end_update(self, version: int) -> None:
+    async def end_update(self, version: int, servers: Collection[str] = (NAME,)) -> None:
         """Commit. ValueError if a weight was not sent."""
         missing = sorted(self._parameters.keys() - self._loaded)
         if version != self._updating or missing:
@@ -176,8 +198,8 @@ class LocalEngine:
             )
         self.version, self._updating = version, None
 
-    async def checksums(self) -> list[dict[str, str]]:
-        return [local_checksums(self._parameters.items(), self.dtype)]
+    async def checksums(self, servers: Collection[str] = (NAME,)) -> dict[str, dict[str, str]]:
+        return {NAME: local_checksums(self._parameters.items(), self.dtype)}
 
 
 def sample(logits: Any, params: SamplingParams, generator: Any) -> tuple[int, float]:

@@ -9,7 +9,9 @@ depend on timing; the surplus does where max_inflight_groups holds groups back, 
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import math
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +25,7 @@ from dapo_megatron.rollout.engine import GenerateRequest, RolloutEngine, Samplin
 from dapo_megatron.rollout.sampling_stats import AcceptanceRate, SamplingStats
 
 ABORT_RETRY_S = 1.0  # an abort may overtake its request on the way to the engine, so it is repeated until all have returned
+MAX_INTERRUPTIONS = 10  # of one response by publishes, of which a collect sees one, or a few if it fails and starts over
 
 Score = Callable[[Prompt, list[Completion]], Awaitable[Group]]
 
@@ -40,6 +43,8 @@ class SampledBatch:
     groups: list[Group]  # accepted ones, in submission order
     filtered: list[Group]  # judged and not kept
     stats: SamplingStats
+    position: int = 0  # the stream's, with this batch done
+    seconds: float = 0.0  # from the first request to the full batch
 
 
 @dataclass
@@ -61,14 +66,14 @@ class _Entry:
         return sum(len(completion) for completion in self.completions)
 
 
-def request_seed(run_seed: int, prompt_index: int, sample: int, offset: int = 0) -> int:
+def request_seed(run_seed: int, prompt_index: int, sample: int, offset: int = 0, dropped: int = 0) -> int:
     """Seed in [0, 2^63) of a request: the same in every run and process, other for every sample.
 
     `offset` is the number of tokens sampled before: a continuation must not draw the random numbers of its beginning
-    again.
+    again. Nor must what is sampled anew those of what was dropped: `dropped` is how often that has happened.
     """
-    digest = hashlib.blake2b(f"{run_seed}/{prompt_index}/{sample}/{offset}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
+    name = f"{run_seed}/{prompt_index}/{sample}/{offset}" + (f"/{dropped}" if dropped else "")
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1
 
 
 def is_informative(group: Group) -> bool:
@@ -109,19 +114,22 @@ class DynamicSampler:
         """The budget: groups that one collect may take from the stream."""
         return max(1, math.floor(self.config.max_groups_factor * self.config.prompts_per_step + 1e-9))
 
-    async def collect(self, version: int) -> SampledBatch:
+    async def collect(self, version: int, newest: int | None = None, resample: bool = False) -> SampledBatch:
         """The next batch, sampled by the engine's weights `version`. Returns with nothing left in flight.
 
+        Weights up to `newest` may be published meanwhile; with `resample` responses that this interrupts are dropped and
+        sampled anew.
+
         Raises RuntimeError if the budget is used up and on_budget is `stop` or no group at all was kept, or if the
-        engine samples with other weights than `version`. Errors of the engine and of `score` surface as they are.
+        engine samples with other weights than these. Errors of the engine and of `score` surface as they are.
         After an error nothing is in flight and stream and sampler stand where they stood before.
         """
-        start = self.stream.position
-        work = _Collect(self, version)
+        start, begin = self.stream.position, time.monotonic()
+        work = _Collect(self, version, version if newest is None else newest, resample)
         try:
             await work.fill()
             await work.stop()
-            return work.finish()
+            return work.finish(begin)
         except BaseException:
             await work.cancel()
             self.stream.position = start
@@ -144,9 +152,9 @@ class DynamicSampler:
 class _Collect:
     """One collect in progress. The sampler itself changes only in `finish`, when nothing can fail any more."""
 
-    def __init__(self, sampler: DynamicSampler, version: int):
+    def __init__(self, sampler: DynamicSampler, oldest: int, newest: int, resample: bool):
         self.sampler, self.config, self.engine = sampler, sampler.config, sampler.engine
-        self.version = version
+        self.oldest, self.newest, self.resample = oldest, newest, resample
         self.rate = replace(sampler.rate)
         self.backlog = deque(replace(entry, completions=list(entry.completions)) for entry in sampler.carried)
         self.queue: deque[_Entry] = deque()  # submitted and not resolved, in order
@@ -200,39 +208,50 @@ class _Collect:
         return _Entry(prompt, self.sampler.stream.position, [nothing] * self.config.samples_per_prompt)
 
     async def _run(self, entry: _Entry) -> None:
-        await _all_or_cancel([self._sample(entry, i) for i in range(len(entry.completions))])
+        num_new = sum(completion.finish_reason == "abort" and not len(completion) for completion in entry.completions)
+        await _all_or_cancel([self._sample(entry, i, num_new) for i in range(len(entry.completions))])
         if entry.finished and not self.stopping:
             entry.group = await self.sampler.score(entry.prompt, entry.completions)
 
-    async def _sample(self, entry: _Entry, sample: int) -> None:
-        """Sample one response, or go on with it where it was interrupted."""
-        prefix = entry.completions[sample]
-        if prefix.finish_reason != "abort" or self.stopping:
-            return
-        params = self.sampler.params
-        request = GenerateRequest(
-            request_id=f"{entry.prompt.index}.{entry.attempt}/{sample}",
-            token_ids=entry.prompt.token_ids + tuple(prefix.token_ids.tolist()),
-            params=replace(params, max_new_tokens=params.max_new_tokens - len(prefix)),
-            seed=request_seed(self.sampler.seed, entry.prompt.index, sample, len(prefix)),
-        )
+    async def _sample(self, entry: _Entry, sample: int, num_new: int) -> None:
+        """Sample one response, or go on with it where it was interrupted. `num_new`: the group's that begin with nothing."""
+        prefix, params = entry.completions[sample], self.sampler.params
+        for dropped in itertools.count():
+            if prefix.finish_reason != "abort" or self.stopping:
+                return
+            request = GenerateRequest(
+                request_id=f"{entry.prompt.index}.{entry.attempt}/{sample}",
+                token_ids=entry.prompt.token_ids + tuple(prefix.token_ids.tolist()),
+                params=replace(params, max_new_tokens=params.max_new_tokens - len(prefix)),
+                seed=request_seed(self.sampler.seed, entry.prompt.index, sample, len(prefix), dropped),
+                group_size=1 if len(prefix) else num_new,
+            )
+            new = await self._generate(request)
+            joined = _join(prefix, new, params)
+            if joined.finish_reason != "abort" or self.stopping:
+                entry.completions[sample] = joined
+                return
+            if not self.resample or dropped >= MAX_INTERRUPTIONS:
+                raise RuntimeError(
+                    f"the engine interrupted request {request.request_id} of its own accord after {len(new)} tokens; look "
+                    f"into its log, and let nobody else abort requests there"
+                )
+            self.stats.tokens_aborted += len(new)
+
+    async def _generate(self, request: GenerateRequest) -> Completion:
         self.requests.add(request.request_id)
         try:
             new = await self.engine.generate(request)
         finally:
             self.requests.discard(request.request_id)
-        if (new.versions != self.version).any():
+        if ((new.versions < self.oldest) | (new.versions > self.newest)).any():
+            wanted = f"{self.oldest}" if self.oldest == self.newest else f"{self.oldest} to {self.newest}"
             raise RuntimeError(
                 f"request {request.request_id} was sampled by weight versions {sorted(set(new.versions.tolist()))} "
-                f"instead of {self.version}: a publish is missing or failed; publish again before sampling"
+                f"instead of {wanted}: a publish is missing or failed; publish again before sampling"
             )
         self.stats.tokens_generated += len(new)
-        entry.completions[sample] = _join(prefix, new, params)
-        if entry.completions[sample].finish_reason == "abort" and not self.stopping:
-            raise RuntimeError(
-                f"the engine interrupted request {request.request_id} of its own accord after {len(new)} tokens; look "
-                f"into its log, and let nobody else abort requests there"
-            )
+        return new
 
     async def _wait(self) -> None:
         """Until a running group has finished."""
@@ -289,7 +308,7 @@ class _Collect:
             with contextlib.suppress(Exception):  # the first error is the one to report
                 await asyncio.wait_for(self.engine.abort(requests), timeout=ABORT_RETRY_S)
 
-    def finish(self) -> SampledBatch:
+    def finish(self, begin: float) -> SampledBatch:
         """Decide about the surplus, complete the statistics, commit to the sampler."""
         stats = self.stats
         if stats.budget_used_up and (self.config.on_budget == "stop" or not self.kept):
@@ -300,7 +319,8 @@ class _Collect:
             stats.groups_carried_out, stats.tokens_carried_out = len(surplus), num_tokens
             self.sampler.carried = surplus
         else:
-            stats.groups_cut, stats.tokens_aborted = len(surplus), num_tokens
+            stats.groups_cut = len(surplus)
+            stats.tokens_aborted += num_tokens
             self.sampler.carried = []
             if surplus:
                 self.sampler.stream.position = self.position
@@ -310,7 +330,7 @@ class _Collect:
         stats.response_length_mean = sum(self.lengths) / len(self.lengths)
         stats.response_length_max = max(self.lengths)
         stats.cut_share = self.num_cut / len(self.lengths)
-        return SampledBatch(self.kept, self.filtered, stats)
+        return SampledBatch(self.kept, self.filtered, stats, self.sampler.stream.position, time.monotonic() - begin)
 
     def _budget_message(self) -> str:
         stats, config = self.stats, self.config
@@ -352,16 +372,22 @@ async def _all_or_cancel(coroutines: list[Coroutine[Any, Any, None]]) -> None:
 
 def _load_entry(state: dict[str, Any]) -> _Entry:
     """An entry from its asdict form."""
-
-    def prompt(fields: dict[str, Any]) -> Prompt:
-        return Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
-
-    def completions(items: list[dict[str, Any]]) -> list[Completion]:
-        return [Completion(**item) for item in items]
-
     group = state["group"]
-    if group is not None:
-        group = Group(**{**group, "prompt": prompt(group["prompt"]), "completions": completions(group["completions"])})
     return _Entry(
-        **{**state, "prompt": prompt(state["prompt"]), "completions": completions(state["completions"]), "group": group}
+        **{
+            **state,
+            "prompt": _load_prompt(state["prompt"]),
+            "completions": [Completion(**item) for item in state["completions"]],
+            "group": None if group is None else load_group(group),
+        }
     )
+
+
+def load_group(state: dict[str, Any]) -> Group:
+    """A group from its asdict form."""
+    completions = [Completion(**item) for item in state["completions"]]
+    return Group(**{**state, "prompt": _load_prompt(state["prompt"]), "completions": completions})
+
+
+def _load_prompt(state: dict[str, Any]) -> Prompt:
+    return Prompt(**{**state, "token_ids": tuple(state["token_ids"])})

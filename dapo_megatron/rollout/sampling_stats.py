@@ -26,7 +26,7 @@ class SamplingStats:
     tokens_kept: int = 0
     tokens_filtered_correct: int = 0  # in filtered groups with every response correct
     tokens_filtered_wrong: int = 0  # in all other filtered groups
-    tokens_aborted: int = 0  # in cut groups, finished or partial
+    tokens_aborted: int = 0  # in cut groups, finished or partial; in responses that a publish interrupted, sampled anew
     tokens_carried_out: int = 0
 
     budget_used_up: bool = False  # the batch isn't full because no further group was allowed

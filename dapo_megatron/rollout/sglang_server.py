@@ -1,116 +1,26 @@
-"""Starting and stopping one SGLang server, on CPU or GPU, so that it never outlives the process that owns it."""
+"""SGLang as a server process, on CPU or GPU."""
 
-import contextlib
 import os
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import IO
+from typing import Any
 
-import httpx
+from dapo_megatron.rollout.server_process import ServerProcess
 
 CPU_STUB = Path(__file__).parent / "cpu_stub"
 
-# Becomes the server after it has asked the kernel to kill it when its owner dies, however that dies (PR_SET_PDEATHSIG
-# is 1). A program of its own instead of Popen's preexec_fn, which may deadlock in a process with threads.
-# SGLang spawns its scheduler and detokenizer, which then import everything again: 25 CPU seconds and a gigabyte each.
-# Without CUDA there is no reason against forking them.
-_LAUNCHER = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv.pop(1)):
-    sys.exit("the owner died before its server started")
-if os.environ.get("SGLANG_USE_CPU_ENGINE") != "1":
-    os.execv(sys.executable, [sys.executable, "-m", "sglang.launch_server", *sys.argv[1:]])
-import multiprocessing, runpy
-set_start_method = multiprocessing.set_start_method
-multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force=True)
-runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
-"""
 
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return s.getsockname()[1]
-
-
-def check_port_free(port: int, host: str = "127.0.0.1") -> None:
-    """Raise ValueError if `port` cannot be listened on."""
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError as e:
-            raise ValueError(
-                f"rollout.base_port: cannot listen on {host}:{port} ({e.strerror}); choose another port, or 0 for any"
-            ) from e
-
-
-class SGLangServer:
-    """One server process and its children, in a process group of their own.
-
-    `start` blocks until the server answers; `stop` ends the whole group. If the owner dies, even by SIGKILL, the kernel
-    ends the server, and SGLang's schedulers end with it.
-
-    Args:
-        port: 0 chooses a free one.
-        tp: tensor parallel size; that many GPUs, or that many processes on CPU.
-        device: "cpu" or "cuda".
-        max_total_tokens: KV cache in tokens (CPU; on GPUs SGLang sizes it from mem_fraction).
-        num_threads: OpenMP threads of each process on CPU.
-        weight_version: reported with completions until the first publish.
+class SGLangServer(ServerProcess):
+    """Args, beside ServerProcess's:
+    weight_version: reported with completions until the first publish.
     """
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        port: int = 0,
-        tp: int = 1,
-        dtype: str = "auto",
-        device: str = "cpu",
-        max_total_tokens: int = 8192,
-        mem_fraction: float = 0.6,
-        extra_args: Sequence[str] = (),
-        log_path: str | Path,
-        startup_timeout_s: float = 600.0,
-        seed: int = 1,
-        num_threads: int = 1,
-        host: str = "127.0.0.1",
-        weight_version: int = 0,
-    ):
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"device: {device!r} is unknown; use 'cpu' or 'cuda'")
-        if not (Path(model_dir) / "config.json").is_file():
-            raise ValueError(f"model_dir: {str(model_dir)!r} has no config.json; give a folder in Hugging Face's format")
-        self.model_dir = Path(model_dir)
-        self.port = port or free_port(host)
-        self.host, self.tp, self.dtype, self.device = host, tp, dtype, device
-        self.max_total_tokens, self.mem_fraction = max_total_tokens, mem_fraction
-        self.extra_args, self.seed, self.num_threads = list(extra_args), seed, num_threads
-        self.log_path, self.startup_timeout_s = Path(log_path), startup_timeout_s
+    module, kind = "sglang.launch_server", "SGLang"
+
+    def __init__(self, *args: Any, weight_version: int = 0, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self.weight_version = weight_version
-        self._process: subprocess.Popen | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
-
-    @property
-    def pid(self) -> int | None:
-        """Process id of the server; also the id of its process group and session."""
-        return self._process.pid if self._process else None
 
     def command(self) -> list[str]:
-        """Arguments after `python -m sglang.launch_server`."""
         args = ["--model-path", str(self.model_dir), "--host", self.host, "--port", str(self.port)]
         args += ["--tp-size", str(self.tp), "--dtype", self.dtype, "--random-seed", str(self.seed)]
         args += ["--weight-version", str(self.weight_version)]
@@ -127,123 +37,18 @@ class SGLangServer:
         return args + self.extra_args
 
     def environment(self) -> dict[str, str]:
-        """The owner's environment with what the server needs."""
         env = dict(os.environ, HF_HUB_OFFLINE="1")  # the model is a local folder
         # With it, log-probs would be those before the temperature.
         env.pop("SGLANG_RETURN_ORIGINAL_LOGPROB", None)
         if self.device == "cpu":
             path = [str(CPU_STUB)] + [p for p in [env.get("PYTHONPATH")] if p]
             env.update(SGLANG_USE_CPU_ENGINE="1", OMP_NUM_THREADS=str(self.num_threads), PYTHONPATH=os.pathsep.join(path))
+            # Weights come in buckets into fresh memory, whose pages cost more than the transfer unless what was freed is kept.
+            env.setdefault("MALLOC_MMAP_MAX_", "0")
+            env.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**40))
+            if self.tp > 1:  # SGLang wants a NUMA node for each rank unless it is told their cores
+                cores = sorted(os.sched_getaffinity(0))
+                of_ranks = [cores[rank :: self.tp] or [cores[rank % len(cores)]] for rank in range(self.tp)]
+                env["SGLANG_NCCL_SO_PATH"] = "none on CPU"  # else it would look for a GPU with the one that torch brings
+                env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, some)) for some in of_ranks))
         return env
-
-    def start(self, progress: Callable[[float, str], None] | None = None) -> None:
-        """Start and wait until the server answers.
-
-        `progress(elapsed_s, last_log_line)` is called about once a second.
-
-        Raises:
-            ValueError: the port is taken.
-            RuntimeError: the server ended, or did not answer within startup_timeout_s; with its last log lines.
-        """
-        if self._process is not None:
-            raise RuntimeError("the server was already started")
-        check_port_free(self.port, self.host)
-        self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with self.log_path.open("ab") as log:
-            self._process = _spawn(
-                [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *self.command()], self.environment(), log
-            )
-        try:
-            self._wait_ready(progress)
-        except BaseException:
-            self.stop()
-            raise
-
-    def _wait_ready(self, progress: Callable[[float, str], None] | None) -> None:
-        begin, reported = time.monotonic(), 0.0
-        while True:
-            elapsed = time.monotonic() - begin
-            code = self._process.poll() if self._process else None
-            if code is not None:
-                raise RuntimeError(f"the SGLang server on {self.url} ended with exit code {code}:\n{self.log_tail()}")
-            if self._answers():
-                return
-            if elapsed > self.startup_timeout_s:
-                raise RuntimeError(
-                    f"rollout.startup_timeout_s: the SGLang server on {self.url} did not answer within "
-                    f"{self.startup_timeout_s:.0f} s; raise it or read {self.log_path}:\n{self.log_tail()}"
-                )
-            if progress and elapsed - reported >= 1:
-                reported = elapsed
-                progress(elapsed, self.log_tail(1))
-            time.sleep(0.2)
-
-    @property
-    def alive(self) -> bool:
-        """Whether its process runs. (A server may leave /health unanswered for long while it computes.)"""
-        return self._process is not None and self._process.poll() is None
-
-    def _answers(self) -> bool:
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def log_tail(self, num_lines: int = 30) -> str:
-        """The last lines of the server's log, each cut at 500 characters."""
-        with contextlib.suppress(OSError), self.log_path.open("rb") as f:
-            f.seek(0, os.SEEK_END)
-            f.seek(max(0, f.tell() - 64 * 1024))
-            lines = f.read().decode(errors="replace").splitlines()
-            # SGLang prints all its arguments in one line of 20,000 characters.
-            lines = [line[:500] for line in lines if line.strip() and "server_args=" not in line]
-            return "\n".join(lines[-num_lines:])
-        return ""
-
-    def stop(self) -> None:
-        """End the server and every process of its group. Does nothing if it was never started."""
-        if self._process is None:
-            return
-        # No SIGTERM first: SGLang looks for it every five seconds, to finish requests that nobody waits for any more.
-        deadline = time.monotonic() + 30
-        while _kill_group(self._process.pid):
-            self._process.poll()  # reaps the leader, otherwise its group never ends
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"processes of the SGLang server's group {self._process.pid} survive SIGKILL")
-            time.sleep(0.05)
-        self._process.wait(timeout=30)
-        self._process = None
-
-    def __enter__(self) -> "SGLangServer":
-        self.start()
-        return self
-
-    def __exit__(self, *exc) -> None:
-        self.stop()
-
-
-def _kill_group(pgid: int) -> bool:
-    """Send SIGKILL to the group; False if there is no such group any more."""
-    try:
-        os.killpg(pgid, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def _spawn(args: list[str], env: dict[str, str], log: IO[bytes]) -> subprocess.Popen:
-    """Popen in a session of its own, by a thread that lives as long as the child: PR_SET_PDEATHSIG fires at the end of
-    the thread that made the child, and the caller's may be one of a pool."""
-    made: Future[subprocess.Popen] = Future()
-
-    def own() -> None:
-        try:
-            process = subprocess.Popen(args, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        except BaseException as e:
-            made.set_exception(e)
-        else:
-            made.set_result(process)
-            process.wait()
-
-    threading.Thread(target=own, name="sglang-server-owner", daemon=True).start()
-    return made.result()

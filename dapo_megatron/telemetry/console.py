@@ -113,6 +113,7 @@ def step_line(step: int, v: Mapping[str, float]) -> str:
         ("clip-", "{:.2%}", ["policy/clip_low_share"]),
         ("grad", "{:.3g}", ["optimizer/grad_norm"]),
         ("diff", "{:.1e}", ["sync/logprob_diff_mean"]),
+        ("ess", "{:.3f}", ["sync/effective_sample_size"]),
         ("tok/s", "{:.0f}", ["throughput/generated_tokens_per_s"]),
     ]
     texts = [f"{name} {form.format(*(v[key] for key in keys))}" for name, form, keys in parts if all(k in v for k in keys)]

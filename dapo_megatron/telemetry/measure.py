@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dapo_megatron.algo.objective import merge_stats
+from dapo_megatron.algo.off_policy import effective_sample_size
 from dapo_megatron.records import Group, Sample
 from dapo_megatron.telemetry.console import PHASES, RunConsole
 
@@ -46,15 +47,14 @@ class Phases:
         """Times and rates of the step so far, and the state of the prompt stream. `values`: the step's other metrics."""
         seconds = self._seconds
         rates = {
-            "throughput/generated_tokens_per_s": values["tokens/generated"] / max(seconds.get("rollout", 0.0), 1e-9),
+            "throughput/generated_tokens_per_s": values["tokens/generated"] / max(values["time/collect_s"], 1e-9),
             "throughput/trained_tokens_per_s": values["tokens/packed"] / max(seconds.get("update", 0.0), 1e-9),
         }
         return {
             **self.seconds(),
             **rates,
             "memory/peak_gb": peak_memory_gb,
-            "data/epoch": float(stream.epoch),
-            "data/position": float(stream.position),
+            "data/epoch": float(values["data/position"] // len(stream)),
             "data/skipped_too_long": float(stream.num_skipped_too_long),
         }
 
@@ -64,15 +64,20 @@ def measure_step(
 ) -> dict[str, float]:
     """Metrics of sampling, rewards, objective and trainer-engine drift.
 
-    `sampled` is the sampler's batch; `drift` and each of `updates` hold the statistics of every model replica.
+    `sampled` is the sampler's batch; `drift` and each of `updates` hold the statistics of every model replica. Without `drift`,
+    where old log-probs weren't computed again, the first update that was done tells it.
     """
+    first = next((update for update in updates if not was_skipped(update)), [])
     return {
         **_sampling(asdict(sampled.stats)),
-        **_rewards(sampled.groups),
+        **_rewards(sampled.groups, [*sampled.groups, *sampled.filtered]),
         **_objective(updates, num_minibatches),
-        **_drift(drift),
+        **_drift(drift or first),
+        **_staleness(samples),
         "tokens/trained": float(sum(sample.num_valid for sample in samples)),
         "tokens/packed": float(sum(len(sample.token_ids) for sample in samples)),
+        "time/collect_s": sampled.seconds,
+        "data/position": float(sampled.position),
     }
 
 
@@ -90,7 +95,7 @@ def _sampling(stats: dict[str, Any]) -> dict[str, float]:
     return metrics
 
 
-def _rewards(groups: Sequence[Group]) -> dict[str, float]:
+def _rewards(groups: Sequence[Group], resolved: Sequence[Group]) -> dict[str, float]:
     reward = np.concatenate([group.reward for group in groups])
     penalty = np.concatenate([group.overlong_penalty for group in groups])
     completions = [completion for group in groups for completion in group.completions]
@@ -101,6 +106,8 @@ def _rewards(groups: Sequence[Group]) -> dict[str, float]:
         "reward/overlong_mean": float(penalty.mean()),
         "reward/overlong_min": float(penalty.min()),
         "reward/unparsed": float(sum(answer is None for group in groups for answer in group.extracted)),
+        "reward/verifier_errors": float(sum(group.num_errors for group in resolved)),
+        "time/reward_s": sum(group.reward_s for group in resolved),
         "tokens/cut": float(sum(len(c) for c in completions if c.finish_reason == "length")),
     }
 
@@ -142,10 +149,27 @@ def _objective(updates: list[list[Stats]], num_minibatches: int) -> dict[str, fl
 
 
 def _drift(drift: list[Stats]) -> dict[str, float]:
-    total = merge_stats(drift)
-    if not total["fresh_tokens"]:
+    total = merge_stats(drift) if drift else {"fresh_tokens": 0.0, "stale_tokens": 0.0}
+    fresh, stale = total["fresh_tokens"], total["stale_tokens"]
+    metrics = {}
+    if fresh:
+        metrics["sync/logprob_diff_mean"] = total["diff_sum"] / fresh
+        metrics["sync/logprob_diff_max"] = total["diff_max"]
+    if stale:
+        metrics["sync/stale_logprob_diff_mean"] = total["stale_diff_sum"] / stale
+    if fresh + stale:
+        metrics["sync/effective_sample_size"] = effective_sample_size(total)
+    if fresh + stale and "truncated" in total:
+        metrics["sync/truncated_share"] = total["truncated"] / (fresh + stale)
+    return metrics
+
+
+def _staleness(samples: Sequence[Sample]) -> dict[str, float]:
+    trained = np.concatenate([sample.staleness[sample.mask] for sample in samples])
+    if not len(trained):
         return {}
     return {
-        "sync/logprob_diff_mean": total["diff_sum"] / total["fresh_tokens"],
-        "sync/logprob_diff_max": total["diff_max"],
+        "sync/staleness_0": float((trained == 0).mean()),
+        "sync/staleness_1": float((trained == 1).mean()),
+        "sync/staleness_2_or_more": float((trained > 1).mean()),
     }

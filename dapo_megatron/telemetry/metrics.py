@@ -15,6 +15,9 @@ class Metric:
     meaning: str
 
 
+# By the policy before the step nothing is computed then but the first update.
+_FIRST = "; with algorithm.old_logprobs=engine of the step's first mini-batch only"
+
 # G is the number of samples per prompt. "Kept" groups are those the step trains on. old, new: the policy that sampled,
 # the policy being updated. policy/* means are over all valid tokens of the step's mini-batches, unless said otherwise.
 METRICS: dict[str, Metric] = {
@@ -26,7 +29,9 @@ METRICS: dict[str, Metric] = {
     "reward/overlong_mean": Metric("reward", "mean overlong penalty of the kept responses, in [-factor, 0]"),
     "reward/overlong_min": Metric("reward", "the lowest overlong penalty among the kept responses"),
     "reward/unparsed": Metric("responses", "kept responses in which the verifier found no answer"),
-    "reward/verifier_errors": Metric("responses", "verdicts that failed or took over reward.timeout_s: incorrect"),
+    "reward/verifier_errors": Metric(
+        "responses", "in all resolved groups, verdicts that failed or took over reward.timeout_s: incorrect"
+    ),
     # Dynamic sampling: sampled + carried_in = resolved + cut + carried_out (groups)
     "sampling/groups_sampled": Metric("groups", "groups taken from the prompt stream and started in the step"),
     "sampling/groups_resolved": Metric("groups", "groups finished, scored and judged: kept or filtered"),
@@ -39,11 +44,13 @@ METRICS: dict[str, Metric] = {
     "sampling/acceptance_rate": Metric("share", "estimated share of groups that are kept, older steps fading out"),
     "sampling/budget_used_up": Metric("0 or 1", "1: the batch isn't full because no further group was allowed"),
     # Tokens by fate: generated + carried_in = kept + filtered_correct + filtered_wrong + aborted + carried_out
-    "tokens/generated": Metric("tokens", "response tokens sampled during the step"),
+    "tokens/generated": Metric("tokens", "response tokens sampled for the step"),
     "tokens/kept": Metric("tokens", "in kept groups"),
     "tokens/filtered_correct": Metric("tokens", "in filtered groups with every response correct"),
     "tokens/filtered_wrong": Metric("tokens", "in all other filtered groups"),
-    "tokens/aborted": Metric("tokens", "in cut groups, finished or partial: thrown away"),
+    "tokens/aborted": Metric(
+        "tokens", "thrown away: in cut groups, finished or partial, or of a response that a publish interrupted (publish.pause)"
+    ),
     "tokens/carried_in": Metric("tokens", "sampled in earlier steps, brought into this one"),
     "tokens/carried_out": Metric("tokens", "left over for the next step"),
     "tokens/cut": Metric("tokens", "those of `kept` that are in responses cut at the length limit"),
@@ -63,7 +70,9 @@ METRICS: dict[str, Metric] = {
     "policy/dual_clip_share": Metric("share", "tokens with A < 0 whose ratio is above the dual clip"),
     "policy/ratio_max": Metric("ratio", "largest new/old probability ratio of a token"),
     "policy/first_ratio_error_max": Metric(
-        "ratio", "first mini-batch of the step, tokens not carried over: largest |ratio - 1|"
+        "ratio",
+        "first mini-batch of the step, tokens of the step's weights: largest |ratio - 1|; rounding only, but with "
+        "algorithm.old_logprobs=engine what the server differs by",
     ),
     "policy/k1": Metric("nats", "mean(logp_old - logp_new), KL(old, new) by the estimator k1"),
     "policy/k3": Metric("nats", "mean(exp(d) - 1 - d), d = logp_new - logp_old: KL(old, new) by k3, never negative"),
@@ -75,25 +84,44 @@ METRICS: dict[str, Metric] = {
     "optimizer/updates_skipped": Metric("updates", "mini-batches without an update, since the mask let no token into the loss"),
     "optimizer/updates_nonfinite": Metric("updates", "mini-batches without an update: loss or gradient was nan or infinite"),
     "optimizer/nonfinite_in_a_row": Metric("updates", "how many of the last updates were such, without one between them"),
-    # Trainer against rollout server
-    "sync/logprob_diff_mean": Metric("nats", "mean |trainer's old log-prob - server's|, trained tokens not carried over"),
+    # Trainer, by its policy before the step, against rollout server
+    "sync/logprob_diff_mean": Metric("nats", f"mean |trainer's log-prob - server's|, tokens of the step's weights{_FIRST}"),
     "sync/logprob_diff_max": Metric("nats", "the largest of these"),
+    "sync/stale_logprob_diff_mean": Metric(
+        "nats", f"the same for tokens of older weights: also what updates since then have changed{_FIRST}"
+    ),
+    "sync/effective_sample_size": Metric(
+        "share", f"(sum w)^2 / (N sum w^2), w = exp(trainer's log-prob - server's), N tokens; 1: on policy{_FIRST}"
+    ),
+    "sync/truncated_share": Metric("share", "tokens whose w is above algorithm.importance_cap"),
+    # Of the trained tokens; they add up to 1
+    "sync/staleness_0": Metric("share", "sampled by the step's weights"),
+    "sync/staleness_1": Metric("share", "sampled by weights one version older"),
+    "sync/staleness_2_or_more": Metric("share", "sampled by weights older still"),
+    "sync/publish_gb_per_s": Metric(
+        "GB/s", "of the publish: bytes that each server got / seconds, pausing and connecting included"
+    ),
+    "sync/publish_buckets": Metric("buckets", "in which the weights were sent"),
     "sync/version": Metric("version", "version of the weights the servers hold after the step's publish"),
+    "engine/servers": Metric("servers", "that hold these weights now; the others are being started anew, or were given up"),
+    "engine/restarts": Metric("restarts", "of servers that were lost, since the run was started"),
+    "engine/retries": Metric("requests", "sent once more, as a server did not answer, since the run was started"),
     # Seconds of wall time on the controller
-    "time/rollout_s": Metric("s", "from the first request to the full batch; rewards are scored meanwhile"),
-    "time/reward_s": Metric("s", "spent in reward workers, summed over workers"),
-    "time/old_logprobs_s": Metric("s", "log-probs of the batch under the weights that sampled it"),
+    "time/rollout_s": Metric("s", "waiting for the batch; all of time/collect_s, but for rollout.max_staleness=1"),
+    "time/collect_s": Metric("s", "from the first request of the step's batch until it was full; rewards are scored meanwhile"),
+    "time/reward_s": Metric("s", "spent in reward workers on the resolved groups, summed over workers"),
+    "time/old_logprobs_s": Metric("s", "the trainer's log-probs of the batch by the weights before the step"),
     "time/update_s": Metric("s", "all mini-batch updates"),
     "time/publish_s": Metric("s", "sending the new weights to the servers"),
     "time/checkpoint_s": Metric("s", "writing a checkpoint"),
     "time/eval_s": Metric("s", "evaluation"),
     "time/step_s": Metric("s", "the whole step, evaluation and checkpoint included"),
-    "throughput/generated_tokens_per_s": Metric("tokens/s", "tokens/generated / time/rollout_s"),
+    "throughput/generated_tokens_per_s": Metric("tokens/s", "tokens/generated / time/collect_s"),
     "throughput/trained_tokens_per_s": Metric("tokens/s", "tokens/packed / time/update_s"),
     "memory/peak_gb": Metric("GB", "peak memory so far of the largest trainer rank: device memory on GPUs, else resident"),
     # Prompt stream
-    "data/epoch": Metric("epochs", "epoch of the next prompt, from 0"),
-    "data/position": Metric("prompts", "prompts of the stream consumed so far, never falling"),
+    "data/epoch": Metric("epochs", "epoch of the prompt after the step's, from 0"),
+    "data/position": Metric("prompts", "prompts of the stream consumed up to the step's batch, never falling"),
     "data/skipped_too_long": Metric("prompts", "prompts of the data set left out for their length"),
     # Evaluation on held-out prompts, by the weights after the step
     "eval/avg_at_k": Metric("share", "mean accuracy over prompts and k samples each"),

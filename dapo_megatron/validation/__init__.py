@@ -13,6 +13,7 @@ from dapo_megatron.validation.machine import check_ports, check_run_folder
 from dapo_megatron.validation.ranges import AT_LEAST, BETWEEN, DIVISORS, check_ranges
 from dapo_megatron.validation.recipe import check_lengths, check_objective, check_sampling
 from dapo_megatron.validation.report import Report
+from dapo_megatron.validation.rollout import check_rollout
 
 __all__ = ["AT_LEAST", "BETWEEN", "load_valid_config", "validate"]
 
@@ -37,7 +38,7 @@ def validate(config: Config) -> list[Problem]:
     report = Report(config)
     check_ranges(report)
     if all(report.value(name) >= 1 for name in DIVISORS):
-        for check in (check_sampling, check_objective, check_lengths, check_layout):
+        for check in (check_sampling, check_objective, check_lengths, check_layout, check_rollout):
             check(report)
     check_model(report)
     check_data(report)

@@ -50,11 +50,6 @@ def check_layout(report: Report) -> None:
             "cluster.colocate",
             "sharing GPUs works with one GPU so far (one rank, one server); give the servers GPUs of their own: false",
         )
-    if c.rollout.engine == "local":
-        if servers > 1:
-            report.add("rollout.num_servers", "the local engine is one process: num_servers and rollout.tp must be 1")
-        if c.rollout.server_args:
-            report.add("rollout.server_args", "the local engine has no server; remove them")
 
 
 def check_model(report: Report) -> None:
@@ -102,6 +97,8 @@ def _model_fits(report: Report, sizes: ModelSizes) -> None:
             report.add(name, f"doesn't divide the model's {number} {what}; possible: {', '.join(options)}")
     if c.parallel.ep > 1 and not sizes.num_experts:
         report.add("parallel.ep", "the model has no experts to spread; use 1")
+    if sizes.num_experts and c.rollout.engine == "vllm":
+        report.add("rollout.engine", "experts can't be published to vLLM's servers yet; use local for a model with experts")
     if sizes.num_experts and c.rollout.engine == "sglang":
         report.add("rollout.engine", "experts can't be published to SGLang's servers yet; use local for a model with experts")
     if sizes.num_experts and c.parallel.tp > 1 and not c.parallel.sequence_parallel:

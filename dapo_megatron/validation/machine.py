@@ -20,7 +20,7 @@ def check_run_folder(report: Report) -> None:
 
 def check_ports(report: Report) -> None:
     rollout = report.config.rollout
-    if rollout.engine != "sglang" or rollout.base_port <= 0 or os.environ.get("RAY_ADDRESS"):
+    if rollout.engine == "local" or rollout.base_port <= 0 or os.environ.get("RAY_ADDRESS"):
         return  # on a cluster the servers' nodes are others
     ports = range(rollout.base_port, rollout.base_port + rollout.num_servers)
     if ports.stop > 65536:

@@ -79,7 +79,8 @@ def check_lengths(report: Report) -> None:
             "are packed once for each response",
             "warning",
         )
-    if c.rollout.engine == "sglang" and c.rollout.max_total_tokens < longest and not has_gpu():
+    ours = c.rollout.engine != "local" and not c.rollout.servers
+    if ours and c.rollout.max_total_tokens < longest and not has_gpu():
         report.add(
             "rollout.max_total_tokens",
             f"the server's cache on CPU must hold one whole sequence: at least {longest} (data.max_prompt_tokens + "

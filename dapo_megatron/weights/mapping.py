@@ -228,6 +228,11 @@ def check_hf_names(names: Iterable[str], shape: ModelShape, where: str) -> None:
 # --- kinds: HF tensors -> one rank's Megatron tensor, and all ranks' Megatron tensors -> HF tensors ---
 
 
+def _joined(shards: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """A single one isn't copied."""
+    return torch.cat(list(shards), dim) if len(shards) > 1 else shards[0]
+
+
 def _to_vocab(hf: Sequence[Tensor], shape: ModelShape, rank: int, tp: int) -> Tensor:
     padding = shape.padded_vocab(tp) - hf[0].shape[0]
     padded = torch.nn.functional.pad(hf[0], (0, 0, 0, padding)) if padding else hf[0]  # a copy, of a large tensor
@@ -235,7 +240,7 @@ def _to_vocab(hf: Sequence[Tensor], shape: ModelShape, rank: int, tp: int) -> Te
 
 
 def _from_vocab(shards: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    return [torch.cat(list(shards))[: shape.vocab_size]]
+    return [_joined(shards)[: shape.vocab_size]]
 
 
 def _to_qkv(hf: Sequence[Tensor], shape: ModelShape, rank: int, tp: int) -> Tensor:
@@ -247,7 +252,7 @@ def _to_qkv(hf: Sequence[Tensor], shape: ModelShape, rank: int, tp: int) -> Tens
 
 def _from_qkv(shards: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
     rest = shards[0].shape[1:]
-    per_group = torch.cat(list(shards)).reshape(shape.num_query_groups, -1, *rest)
+    per_group = _joined(shards).reshape(shape.num_query_groups, -1, *rest)
     q_rows = shape.num_heads // shape.num_query_groups * shape.head_dim
     split = per_group.split([q_rows, shape.head_dim, shape.head_dim], dim=1)
     return [t.flatten(0, 1) for t in split]
@@ -260,7 +265,7 @@ def _to_gate_up(hf: Sequence[Tensor], shape: ModelShape, rank: int, tp: int) -> 
 
 def _from_gate_up(shards: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
     halves = [shard.chunk(2) for shard in shards]
-    return [torch.cat([half[i] for half in halves]) for i in (0, 1)]
+    return [_joined([half[i] for half in halves]) for i in (0, 1)]
 
 
 class _Kind(NamedTuple):
@@ -272,7 +277,7 @@ class _Kind(NamedTuple):
 _KINDS = {
     "replicated": _Kind(lambda hf, shape, rank, tp: hf[0], lambda shards, shape: [shards[0]], None),
     "columns": _Kind(
-        lambda hf, shape, rank, tp: hf[0].chunk(tp, dim=1)[rank], lambda shards, shape: [torch.cat(list(shards), dim=1)], 1
+        lambda hf, shape, rank, tp: hf[0].chunk(tp, dim=1)[rank], lambda shards, shape: [_joined(shards, dim=1)], 1
     ),
     "vocab": _Kind(_to_vocab, _from_vocab, 0),
     "qkv": _Kind(_to_qkv, _from_qkv, 0),
@@ -286,7 +291,8 @@ def to_megatron(rule: Rule, hf: Sequence[Tensor], shape: ModelShape, tp_rank: in
 
 
 def to_hf(rule: Rule, shards: Sequence[Tensor], shape: ModelShape) -> list[Tensor]:
-    """The Megatron tensors of all tensor-parallel ranks, in order -> the full HF tensors in the rule's order."""
+    """The Megatron tensors of all tensor-parallel ranks, in order -> the full HF tensors in the rule's order. Some may be views
+    of those given."""
     return _KINDS[rule.kind].to_hf(shards, shape)
 
 

@@ -101,7 +101,7 @@ def make_samples(seed: int = 3, num_groups: int = 3, group_size: int = 3) -> lis
                     token_ids=rng.integers(0, VOCAB, prompt_len + length).astype(np.int32),
                     prompt_len=prompt_len,
                     rollout_logprobs=rng.normal(-4, 0.1, length).astype(np.float32),
-                    stale=np.zeros(length, bool),
+                    staleness=np.zeros(length, np.int32),
                     mask=np.full(length, (group, i) != (2, 1)),
                     advantages=np.full(length, rng.normal(), np.float32),
                     weights=np.zeros(length),

@@ -30,7 +30,7 @@ def main() -> None:
                     prompt_len=len(prompt),
                     # old minus new log-prob, where stale: every kind of clip acts. The harness adds the model's log-probs.
                     rollout_logprobs=rng.normal(0, 1.0, length).astype(np.float32),
-                    stale=rng.random(length) < stale_share,
+                    staleness=(rng.random(length) < stale_share).astype(np.int32),
                     mask=np.full(length, valid),
                     advantages=np.full(length, advantage, np.float32),
                     weights=np.zeros(length),

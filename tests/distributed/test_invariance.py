@@ -14,7 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from dapo_megatron.algo.objective import merge_stats
+from dapo_megatron.algo.off_policy import effective_sample_size
 from dapo_megatron.algo.samples import set_weights
+from dapo_megatron.audit.batch import old_logprobs as old_logprobs_of
+from dapo_megatron.audit.batch import with_old_logprobs
 from dapo_megatron.audit.reference import ReferencePolicy, ReferenceStep, clip_scale
 from dapo_megatron.config import Config
 from dapo_megatron.records import Sample
@@ -41,6 +45,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared prompts": SHARED,
     "shared prompts, recomputed": SHARED | RECOMPUTE_PARTS,
 }
+# Old policies beside the trainer's, which the variants above have. The cap is amid the weights.
+OLD_POLICIES: dict[str, dict[str, Any]] = {
+    "importance weights": SHARED | {"algorithm__importance_cap": 1.2},
+    "engine's log-probs": BUDGET | {"algorithm__old_logprobs": "engine"},
+}
 # Gradients are clipped at every step. Adam's eps is of the size of a gradient's elements: with a tiny one the update would
 # hardly depend on the gradient's scale, and a wrong norm would go unnoticed.
 COMMON = {"optimizer__clip_grad": 0.02, "optimizer__eps": 1e-3, "algorithm__dual_clip": 3.0}
@@ -56,6 +65,9 @@ FIRST += [
     ("PP2 VPP2", "shared prompts, recomputed", "qwen3_untied"),
     ("DP2", "shared prompts", "qwen3_untied"),
     ("TP2xCP2", "shared prompts", "qwen3_untied"),
+    ("TP2xCP2", "importance weights", "llama_tied"),
+    ("DP2", "importance weights", "qwen2_tied"),
+    ("PP2", "engine's log-probs", "qwen3_untied"),
 ]
 # Models take turns, so that every layout and every variant meets each of them.
 ALL = [(layout, variant, TURNS[(i + j) % 4]) for i, layout in enumerate(DENSE) for j, variant in enumerate(VARIANTS)]
@@ -65,6 +77,8 @@ ALL += [
         ("EP2", variant, EXPERTS)
         for variant in ("micro-batches of 1", "padded", "full recomputation", "sequence", "shared prompts")
     ),
+    ("PP2 VPP2", "importance weights", "llama_untied"),
+    ("PP2xCP2", "engine's log-probs", "llama_tied"),
 ]
 BIG = "TP2xPP2xDP2"  # eight processes on two cores: three variants will do
 ALL = [case for case in ALL if case[0] != BIG or case[1] in ("token budget", "full recomputation", "sequence")]
@@ -82,27 +96,26 @@ def run_policy(rank: int, model_dir: str, cfg: Config, shares: list[Any]) -> dic
 
     policy = Policy(cfg, model_dir)
     policy.load_batch([shares[policy.dp_rank]])
-    policy.old_logprobs()
+    drift = policy.old_logprobs() if cfg.algorithm.old_logprobs == "trainer" else None
     stats, grads = [], {}
     for number in range(UPDATES):
         stats.append(policy.update(0, lr=LR))
         if number == 0:
-            grads = {name: t.clone() for bucket in policy.stream_gradients(10**6) for name, t in bucket}
-    weights = {name: t.clone() for bucket in policy.stream_weights(10**6) for name, t in bucket}
-    return {"grads": grads, "stats": stats, "weights": weights}
+            grads = {name: t.clone() for name, t in policy.stream_gradients()}
+    weights = {name: t.clone() for name, t in policy.stream_weights()}
+    return {"drift": stats[0] if drift is None else drift, "grads": grads, "stats": stats, "weights": weights}
 
 
 @cache
-def expected(model_dir: Path, aggregation: str, entropy_coef: float) -> tuple[list[Sample], list[ReferenceStep], Any]:
+def expected(model_dir: Path, algorithm: tuple[tuple[str, Any], ...]) -> tuple[list[Sample], list[ReferenceStep], Any]:
     """The batch with the model's log-probs filled in, the reference's three steps, its weights after them."""
-    cfg = make_config(**COMMON, algorithm__aggregation=aggregation, algorithm__entropy_coef=entropy_coef)
+    cfg = make_config(**COMMON, **dict(algorithm))
     samples = load_samples(BATCH)
-    set_weights(samples, aggregation, cfg.rollout.max_response_tokens)
+    set_weights(samples, cfg.algorithm.aggregation, cfg.rollout.max_response_tokens)
     policy = ReferenceTrainer(model_dir, cfg.algorithm, cfg.rollout.temperature)
-    old = policy.logprobs(samples)
-    for i, sample in enumerate(samples):
-        sample.rollout_logprobs = (old[i] + sample.rollout_logprobs).astype(np.float32)
-        old[i] = np.where(sample.stale, sample.rollout_logprobs, old[i])
+    own = policy.logprobs(samples)
+    samples = with_old_logprobs(samples, own)
+    old = old_logprobs_of(samples, own, cfg.algorithm)
     steps = []
     for _ in range(UPDATES):
         steps.append(policy.step(samples, old))
@@ -116,10 +129,11 @@ def run_case(
 ) -> Worst:
     """The largest differences: loss (absolute), gradients and weights (relative norm per tensor), gradient norm (relative);
     none is over its limit."""
-    options = dict(VARIANTS[variant])
+    options = dict({**VARIANTS, **OLD_POLICIES}[variant])
     per_microbatch, pad = options.pop("samples_per_microbatch", 0), options.pop("pad_sequences_to", 1)
     cfg = make_config(**LAYOUTS[layout], **COMMON, **options, model__dtype=dtype)
-    samples, steps, weights = expected(model_dir, cfg.algorithm.aggregation, cfg.algorithm.entropy_coef)
+    algorithm = tuple((name, value) for name, value in options.items() if name.startswith("algorithm__"))
+    samples, steps, weights = expected(model_dir, algorithm)
     shares = pack_by_number(samples, cfg, per_microbatch, pad) if per_microbatch else pack(samples, cfg)
     results = ranks.run(run_policy, cfg.world_size, str(model_dir), cfg, shares)
     num_valid = sum(sample.num_valid for sample in samples)
@@ -128,12 +142,11 @@ def run_case(
         stats = [result["stats"][number] for result in results if result["stats"][number]]
         assert sum(s["num_tokens"] for s in stats) == num_valid
         if number == 0:
-            assert all(sum(s[name] for s in stats) > 0 for name in ("clipped_high", "clipped_low", "dual_clipped"))
-            # same weights, same micro-batches: not even rounding differs
-            assert max(s["fresh_ratio_error_max"] for s in stats) == 0.0
+            check_old_policy(cfg, stats)
         found["loss"] = max(found["loss"], abs(sum(s["loss_sum"] for s in stats) / num_valid - step.loss))
         norms = [abs(s["grad_norm_max"] / step.grad_norm - 1) for s in stats]
         found["gradient norm"] = max(found["gradient norm"], *norms)
+    check_drift(cfg, samples, steps[0], [result["drift"] for result in results if result["drift"]], 100 * limits["loss"])
     scale = clip_scale(steps[0].grad_norm, cfg.optimizer.clip_grad)
     for what, want in (("grads", {n: g * scale for n, g in steps[0].gradients.items()}), ("weights", weights)):
         have = {name: tensor for result in results for name, tensor in result[what].items()}
@@ -145,6 +158,39 @@ def run_case(
     for what in ("loss", "gradient norm"):
         assert found[what] <= limits[what], what
     return found
+
+
+def check_old_policy(cfg: Config, stats: list[dict[str, float]]) -> None:
+    """The first update's ratios: against the trainer's own log-probs with the same weights in the same micro-batches not even
+    rounding differs; against the engine's they are all over the place."""
+    largest = max(s["ratio_max"] for s in stats)
+    clipped = [sum(s[name] for s in stats) for name in ("clipped_high", "clipped_low", "dual_clipped")]
+    if cfg.algorithm.importance_cap:
+        assert largest == 1.0 and clipped == [0, 0, 0]
+    else:
+        assert min(clipped) > 0
+    if cfg.algorithm.old_logprobs == "trainer":
+        assert max(s["fresh_ratio_error_max"] for s in stats) == 0.0
+    else:
+        assert max(s["fresh_ratio_error_max"] for s in stats) > 1.0
+
+
+def check_drift(
+    cfg: Config, samples: list[Sample], step: ReferenceStep, parts: list[dict[str, float]], tolerance: float
+) -> None:
+    """Trainer against engine before the first update, over all ranks, by hand."""
+    found = merge_stats(parts)
+    mask, stale, engine = (
+        np.concatenate([getattr(s, name) for s in samples]) for name in ("mask", "stale", "rollout_logprobs")
+    )
+    difference = (np.concatenate(step.logprobs) - engine)[mask]
+    weight, fresh = np.exp(difference), ~stale[mask]
+    assert effective_sample_size(found) == pytest.approx(weight.sum() ** 2 / (len(weight) * (weight**2).sum()), rel=tolerance)
+    assert (found["fresh_tokens"], found["stale_tokens"]) == (fresh.sum(), len(fresh) - fresh.sum())
+    assert found["diff_sum"] == pytest.approx(np.abs(difference[fresh]).sum(), rel=tolerance)
+    assert found["stale_diff_sum"] == pytest.approx(np.abs(difference[~fresh]).sum(), rel=tolerance)
+    cap = cfg.algorithm.importance_cap
+    assert found.get("truncated") == ((weight > cap).sum() if cap else None)
 
 
 @pytest.mark.parametrize(("layout", "variant", "model"), CASES)

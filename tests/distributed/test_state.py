@@ -127,7 +127,8 @@ def state_bytes(policy: Any) -> list[bytes]:
         counters += [str(group.get("step")).encode() for group in part.optimizer.param_groups]
         for state in part.optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
-    return counters + [t.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() for t in tensors]
+    copies = [t.detach().cpu().clone() for t in tensors]  # what numpy has seen can't be resized any more
+    return counters + [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in copies]
 
 
 def good_bad_good(rank: int, model_dir: str, cfg: Any, good: list[Any], bad: list[Any], spoil: bool) -> tuple[list[Any], ...]:
@@ -153,6 +154,7 @@ FAULTS = {
     # a ratio of 0 or without bound, which the clips would hide
     "inf old log-prob": ("rollout_logprobs", float("inf")),
     "-inf old log-prob": ("rollout_logprobs", float("-inf")),
+    "-inf log-prob, weight capped": ("rollout_logprobs", float("-inf")),
     "nan weight": ("", 0.0),
 }
 
@@ -167,11 +169,12 @@ def test_an_update_that_is_not_finite_is_skipped_on_all_ranks(
     ranks: RankPool, models: dict[str, Path], layout: str, dtype: str, fault: str
 ) -> None:
     """Though only one token of one rank is at fault; weights, moments and step counters bit for bit."""
-    cfg = make_config(**LAYOUTS[layout], model__dtype=dtype, optimizer__clip_grad=0.5)
+    cap = 2.0 if "capped" in fault else 0.0
+    cfg = make_config(**LAYOUTS[layout], model__dtype=dtype, optimizer__clip_grad=0.5, algorithm__importance_cap=cap)
     good, bad = make_samples(), make_samples()
     field, value = FAULTS[fault]
     if field:
-        getattr(bad[0], field)[0], bad[0].stale[0] = value, True
+        getattr(bad[0], field)[0], bad[0].staleness[0] = value, 1
     spoil = fault == "nan weight"
     model = str(models["llama_untied"])
     results = ranks.run(good_bad_good, cfg.world_size, model, cfg, pack(good, cfg), pack(bad, cfg), spoil)

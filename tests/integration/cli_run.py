@@ -14,7 +14,7 @@ import psutil
 
 from dapo_megatron.telemetry.metrics import read_metrics
 
-TIMINGS = ("time/", "throughput/", "memory/")
+TIMINGS = ("time/", "throughput/", "memory/", "sync/publish_gb_per_s")
 # The command, with Ctrl-C as on a terminal: whoever runs the tests in the background may have it ignored.
 MAIN = """
 import signal, sys

@@ -71,7 +71,7 @@ def _main(arguments: list[str], hook: Callable[[], None] | None, output: Path) -
 
 
 @contextlib.contextmanager
-def start_solo(cfg: Any, model_dir: Path, eos_ids: tuple[int, ...], run_dir: Path) -> Iterator[Any]:
+def start_solo(cfg: Any, model_dir: Path, eos_ids: tuple[int, ...], run_dir: Path, note: Any) -> Iterator[Any]:
     """Takes the place of cluster.start_cluster. Groups in flight interleave token by token, in the same order in every run."""
     from dapo_megatron.cluster import rewards
     from dapo_megatron.cluster.cluster import Cluster

@@ -32,8 +32,9 @@ def test_before_a_run(root: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_after_a_run(root: Path, tmp_path: Path) -> None:
-    settings = ("rollout.engine=local", "run.steps=2", "audit.save_every=2", "checkpoint.export_hf=false")
-    run = CliRun(root, tmp_path, *settings)
+    """With the engine's log-probs as the old ones: the trainer's come from the update then."""
+    settings = ("run.steps=2", "audit.save_every=2", "checkpoint.export_hf=false", "algorithm.old_logprobs=engine")
+    run = CliRun(root, tmp_path, "rollout.engine=local", *settings)
     run.finish()
     assert [f.name for f in (run.folder / "audit").iterdir()] == ["step_000002"]
     # moved, resumed with other settings: a record stands by itself

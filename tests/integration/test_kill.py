@@ -36,6 +36,7 @@ SETTINGS = (
     "checkpoint.export_hf=true",
 )
 NUM_TENSORS = 21  # of the model: 3, and 9 in each of 2 layers
+LOCAL = "rollout.local_engine:LocalEngine"
 MEGATRON_FILES = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 
 
@@ -153,6 +154,29 @@ def test_killed_at_every_phase_boundary(whole: Path, tmp_path: Path) -> None:
     assert "all 4 steps are done" in SoloRun(ROOT, tmp_path, *SETTINGS).finish()
 
 
+AHEAD: list[tuple[str, Callable[[], None], int]] = [
+    ("the second step's batch is complete, the first isn't published", partial(at, f"{LOCAL}.end_update", "before", 2), 0),
+    ("within the third step's batch", partial(at, f"{LOCAL}.generate", "after", 45), 1),
+    ("whole, not named", partial(at, "run_folder:seal", "after", 2), 2),
+]
+
+
+def test_killed_with_a_batch_collected_ahead(tmp_path: Path) -> None:
+    """It is trained on after all, and not sampled again."""
+    settings = (*SETTINGS, "rollout.max_staleness=1")
+    one = SoloRun(ROOT, tmp_path / "whole", *settings)
+    one.finish()
+    rows = read_metrics(one.folder / "metrics.jsonl")
+    assert [row["sync/staleness_0"] for row in rows] == [1, 0, 0, 0] and rows[1]["sync/staleness_1"] == 1
+    for name, kill, expected in AHEAD:
+        run = SoloRun(ROOT, tmp_path / "killed", *settings, hook=kill)
+        run.finish(-9)
+        assert last_checkpoint(run) == expected, name
+    run = SoloRun(ROOT, tmp_path / "killed", *settings)
+    assert "resuming after step 2" in run.finish()
+    assert_same_run(one.folder, run.folder)
+
+
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """Ten times, in one run or several."""
@@ -228,7 +252,7 @@ def tell_and_die(path: str, at_step: int) -> None:
                 "trainer": await run.cluster.policy.checksums(),
                 "engine": await run.cluster.engine.checksums(),
                 "version": run.publisher.version,
-                "sampler": run_folder._encode(run.sampler.state_dict()),
+                "sampler": run_folder._encode(run.batches.state_dict()),
                 "stream": run.prepared.stream.state_dict(),
             }
             (Path(path) / "state.json").write_text(json.dumps(state))

@@ -26,7 +26,7 @@ from tests.integration.cli_run import CliRun, command_lines
 def learned(tmp_path_factory: pytest.TempPathFactory) -> CliRun:
     """The configuration as it is, with SGLang; checks of every publish, evaluation and an export besides."""
     root = Path(__file__).resolve().parents[2]
-    settings = ("publish.check=true", "checkpoint.export_hf=true", "eval.every=0", "eval.prompts=16", "eval.samples=4")
+    settings = ("publish.check=1", "checkpoint.export_hf=true", "eval.every=0", "eval.prompts=16", "eval.samples=4")
     run = CliRun(root, tmp_path_factory.mktemp("learned"), *settings)
     run.output = run.finish()  # type: ignore[attr-defined]
     return run
@@ -42,7 +42,8 @@ def test_reward_rises(learned: CliRun) -> None:
 
 def test_metrics_are_complete_and_consistent(learned: CliRun) -> None:
     rows = [row for row in read_metrics(learned.folder / "metrics.jsonl") if row["step"] > 0]
-    optional = {name for name in METRICS if name.startswith("eval/") or name in ("time/eval_s", "time/checkpoint_s")}
+    elsewhere = ("time/eval_s", "time/checkpoint_s", "sync/stale_logprob_diff_mean", "sync/truncated_share")
+    optional = {name for name in METRICS if name.startswith("eval/") or name in elsewhere}
     for number, row in enumerate(rows, 1):
         assert row["step"] == number and METRICS.keys() - optional - row.keys() == set()
         fates = ("kept", "filtered_correct", "filtered_wrong", "aborted", "carried_out")
@@ -116,6 +117,27 @@ def test_checkpoint_tools_on_a_runs_checkpoint(learned: CliRun, root: Path, tmp_
 
 def test_nothing_is_left_running(learned: CliRun) -> None:
     assert learned.survivors() == []
+
+
+@pytest.mark.slow
+def test_the_next_batch_is_sampled_while_this_one_trains(root: Path, tmp_path: Path) -> None:
+    """Each step but the first trains on what the weights before its own sampled, and learns all the same."""
+    run = CliRun(root, tmp_path, "rollout.max_staleness=1", "eval.every=4", "eval.prompts=4", "eval.samples=2")
+    run.finish()
+    evaluation, *rows = read_metrics(run.folder / "metrics.jsonl")
+    assert evaluation["step"] == 0 and [row["step"] for row in rows] == list(range(1, 13))
+    assert [row["sync/staleness_0"] for row in rows] == [1] + 11 * [0]
+    assert [row["sync/staleness_1"] for row in rows] == [0] + 11 * [1]
+    for row in rows:
+        fates = ("kept", "filtered_correct", "filtered_wrong", "aborted", "carried_out")
+        assert row["tokens/generated"] + row["tokens/carried_in"] == sum(row[f"tokens/{fate}"] for fate in fates)
+        assert row["throughput/generated_tokens_per_s"] == pytest.approx(row["tokens/generated"] / row["time/collect_s"])
+        assert row["optimizer/updates"] == 2 and row["sync/version"] == row["step"]
+    lines = [json.loads(line) for path in sorted(run.folder.glob("samples/*")) for line in path.open()]
+    assert len(lines) == 8 * sum(row["sampling/groups_resolved"] for row in rows)
+    rewards = [row["reward/mean"] for row in rows]
+    assert np.mean(rewards[-4:]) > np.mean(rewards[:4])
+    assert run.survivors() == []
 
 
 @pytest.mark.slow

@@ -124,11 +124,17 @@ async def drive(sampler, engine, rank, version=0, served=None):
     """Collect while always releasing the group in flight with the smallest rank(prompt index). `served`: the version of the
     engine's weights, if it isn't the one that is collected for."""
     engine.version = version if served is None else served
-    task = asyncio.create_task(sampler.collect(version))
+    result = await released(sampler.collect(version), engine, rank)
+    assert not engine.waiting
+    return result
+
+
+async def released(coroutine, engine, rank=lambda index: index):
+    """Its result, while always releasing the group in flight with the smallest rank(prompt index)."""
+    task = asyncio.create_task(coroutine)
     while True:
         await settle()
         if task.done():
-            assert not engine.waiting
             return task.result()
         if engine.groups():
             engine.release(min(engine.groups(), key=rank))

@@ -85,8 +85,11 @@ def test_without_filter_cut_responses_are_trained():
     assert all(s.mask.all() for s in samples)
 
 
-def test_tokens_of_older_weights_are_stale():
+def test_staleness_counts_versions():
     group = make_group([1, -1])
     group.completions[1].versions[:] = [1, 1, 2]
     first, second = build_samples([group], version=2)
-    assert first.stale.tolist() == [True] * 3 and second.stale.tolist() == [True, True, False]
+    assert first.staleness.tolist() == [2] * 3 and second.staleness.tolist() == [1, 1, 0]
+    assert second.stale.tolist() == [True, True, False] and second.staleness.dtype == np.int32
+    with pytest.raises(AssertionError, match="newer weights than version 1"):
+        build_samples([group], version=1)

@@ -19,7 +19,7 @@ def sample(length, group, valid=True):
         token_ids=np.arange(length + 1, dtype=np.int32),
         prompt_len=1,
         rollout_logprobs=np.zeros(length, np.float32),
-        stale=np.zeros(length, bool),
+        staleness=np.zeros(length, np.int32),
         mask=np.full(length, valid),
         advantages=np.zeros(length, np.float32),
         weights=np.zeros(length),

@@ -233,10 +233,15 @@ def test_audit_batch_is_uneven_and_repeats() -> None:
     assert sum(s.num_valid == 0 for s in first) == 1
     own = [np.full(n, -2.0) for n in lengths]
     filled = with_old_logprobs(first, own)
-    old = old_logprobs(filled, own)
-    for sample, noise, before in zip(filled, first, old, strict=True):
+    for sample, noise in zip(filled, first, strict=True):
         np.testing.assert_allclose(sample.rollout_logprobs, noise.rollout_logprobs - 2, rtol=1e-6)
-        assert np.array_equal(before == -2.0, ~sample.stale)
+    modes = {"trainer": AlgorithmConfig(), "engine": AlgorithmConfig(old_logprobs="engine")}
+    modes["capped"] = AlgorithmConfig(importance_cap=2.0)
+    old = {mode: old_logprobs(filled, own, algorithm) for mode, algorithm in modes.items()}
+    assert any(sample.stale.any() for sample in filled)
+    for i, sample in enumerate(filled):
+        assert np.array_equal(old["trainer"][i] == -2.0, ~sample.stale)
+        assert np.array_equal(old["engine"][i], sample.rollout_logprobs) and (old["capped"][i] == -2.0).all()
 
 
 def test_shortened_model_is_the_first_layers(model_dir: Path, tmp_path: Path) -> None:
@@ -278,17 +283,21 @@ class Trainer:
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
+        self.passes: list[int | None] = []  # through the model, by the number of the mini-batch, None: of all
 
     async def load_batch(self, shares: list[Any]) -> None: ...
 
     async def old_logprobs(self) -> list[dict[str, float]]:
+        self.passes.append(None)
         return []
 
     async def token_logprobs(self, index: int) -> dict[int, float]:
         self.asked.append(index)
+        assert self.passes[-1] in (None, index), "nothing has found them yet, or weights other than the first ones have"
         return {2: -1.5}
 
     async def update(self, index: int, lr: float) -> list[dict[str, float]]:
+        self.passes.append(index)
         return [{"loss_sum": 2.0 * index, "num_tokens": 2.0, "grad_norm_max": 1.0}]
 
     async def export_hf(self, out: str) -> None:
@@ -297,18 +306,21 @@ class Trainer:
     write_gradients = export_hf
 
 
+@pytest.mark.parametrize("mode", ["trainer", "engine"])
 @pytest.mark.parametrize("masked", [(), (0,), (0, 1)])
-def test_the_first_minibatch_with_an_update_is_recorded(tmp_path: Path, masked: tuple[int, ...]) -> None:
+def test_the_first_minibatch_with_an_update_is_recorded(tmp_path: Path, masked: tuple[int, ...], mode: Any) -> None:
     minibatches = [make_samples(seed=i) for i in range(2)]
     for number in masked:
         for sample in minibatches[number]:
             sample.mask[:] = False
     trainer, folder = Trainer(), tmp_path / "step_000004"
-    recorded = RecordedTrainer(trainer, Config(), 4, folder, minibatches, after=False)
+    cfg = Config(algorithm=AlgorithmConfig(old_logprobs=mode))
+    recorded = RecordedTrainer(trainer, cfg, 4, folder, minibatches, after=False)
 
     async def step() -> None:
         await recorded.load_batch([])
-        await recorded.old_logprobs()
+        if mode == "trainer":
+            await recorded.old_logprobs()
         for index in range(2):
             if index not in masked:
                 await recorded.update(index, 1e-3)

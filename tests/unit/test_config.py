@@ -72,20 +72,20 @@ def test_two_bases_the_later_wins(tmp_path: Path) -> None:
 
 def test_every_fault_of_the_structure_is_reported_at_once(tmp_path: Path) -> None:
     text = "run: {step: 3, steps: many}\nalgorithm: {aggregation: tokn}\nreward: 5\nparalel: {tp: 2}\n"
-    overrides = ["optimizer.clip_high=0.3", "publish.check=1", "run.seed", "rollout.tp=[1]", "model.path=null"]
+    overrides = ["optimizer.clip_high=0.3", "checkpoint.export_hf=1", "run.seed", "rollout.tp=[1]", "model.path=null"]
     with pytest.raises(ConfigError) as caught:
         load_config(write(tmp_path, "a.yaml", text), overrides)
     messages = {p.field: str(p) for p in caught.value.problems}
     assert set(messages) == {
         *("run.step", "run.steps", "algorithm.aggregation", "reward", "paralel"),
-        *("optimizer.clip_high", "publish.check", "command line", "rollout.tp", "model.path"),
+        *("optimizer.clip_high", "checkpoint.export_hf", "command line", "rollout.tp", "model.path"),
     }
     assert "did you mean run.steps?" in messages["run.step"]
     assert "whole number" in messages["run.steps"]
     assert "did you mean token?" in messages["algorithm.aggregation"]
     assert "did you mean parallel?" in messages["paralel"]
     assert "did you mean algorithm.clip_high?" in messages["optimizer.clip_high"]
-    assert "true or false" in messages["publish.check"]
+    assert "true or false" in messages["checkpoint.export_hf"]
 
 
 def test_a_faulty_key_does_not_hide_the_others(tmp_path: Path) -> None:
@@ -212,6 +212,17 @@ WRONG = [
     (["parallel.tp=1"], "parallel.sequence_parallel", "tp > 1"),
     (["rollout.max_response_tokens=250"], "rollout.max_response_tokens", "context is 256"),
     (["rollout.engine=local", "rollout.num_servers=2"], "rollout.num_servers", "local engine"),
+    (["rollout.engine=local", "rollout.servers=['http://a:1']"], "rollout.servers", "no server"),
+    (["rollout.servers=['host:1']"], "rollout.servers", "http://host:port"),
+    (["rollout.servers=['http://a:1', 'http://a:1']"], "rollout.servers", "twice"),
+    (["rollout.servers=['http://a:1', 'http://b:1']", "rollout.num_servers=3"], "rollout.num_servers", "leave num_servers out"),
+    (["rollout.servers=['http://a:1']", "rollout.base_port=4000"], "rollout.base_port", "that this run starts"),
+    (["rollout.python=/no/such/python"], "rollout.python", "no such program"),
+    (["rollout.max_staleness=2"], "rollout.max_staleness", "0 (on policy) or 1"),
+    (["rollout.engine=local", "publish.pause=in_place"], "publish.pause", "use drain"),
+    (["publish.check=-1"], "publish.check", "at least 0"),
+    (["publish.timeout_s=0"], "publish.timeout_s", "above 0"),
+    (["algorithm.importance_cap=2", "algorithm.old_logprobs=engine"], "algorithm.importance_cap", "old_logprobs=trainer"),
     (["cluster.colocate=true", "rollout.num_servers=3"], "rollout.num_servers", "share"),
     (["eval.top_p=0"], "eval.top_p", "above 0"),
     (["run.name=a/b"], "run.name", "letters"),

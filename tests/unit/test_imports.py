@@ -102,7 +102,8 @@ def test_the_import_reader_sees_lazy_relative_and_submodule_imports() -> None:
 
 def test_train_names_no_engine_and_no_megatron_file() -> None:
     ours = ours_imported("train", PACKAGE / "train.py")
-    assert not [o for o in ours if within(o, "policy") or (within(o, "rollout") and o.endswith(("sglang_engine", "local")))]
+    engines = ("http_engine", "sglang_client", "vllm_client", "local_engine")
+    assert not [o for o in ours if within(o, "policy") or (within(o, "rollout") and o.endswith(engines))]
 
 
 @pytest.mark.parametrize("name", LIGHT)

@@ -130,7 +130,7 @@ def test_publish_replaces_the_weights_and_moves_the_version(engine, model):
     new = make_model(1)
 
     async def work():
-        sender = engine.weight_senders()[0]
+        (sender,) = (await engine.weight_senders()).values()
         await engine.begin_update(4)
         sender.open(0, 1)
         tensors = list(new.named_parameters())
@@ -139,11 +139,11 @@ def test_publish_replaces_the_weights_and_moves_the_version(engine, model):
         sender.close()
         await engine.end_update(4)
         held = await engine.checksums()
-        assert held == [sender.checksums(tensors)]
+        assert held == {"local": sender.checksums(tensors)}
         with torch.no_grad():
             tensors[5][1].view(-1)[0] += 1e-3
         wrong = sender.checksums(tensors)
-        assert [name for name in wrong if wrong[name] != held[0][name]] == [tensors[5][0]]
+        assert [name for name in wrong if wrong[name] != held["local"][name]] == [tensors[5][0]]
         with torch.no_grad():
             tensors[5][1].view(-1)[0] -= 1e-3
         return await engine.generate(request(0)), await engine.prompt_logprobs(PROMPT)

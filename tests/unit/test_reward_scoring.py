@@ -75,7 +75,7 @@ def test_an_exception_makes_a_response_incorrect_and_is_counted(monkeypatch):
     broken = Scorer("choice", max_response_tokens=8)
     group = broken.score(PROMPT, ["a", "b"], [completion(1), completion(1)])
     assert group.correct.tolist() == [False, False] and group.extracted == [None, None]
-    assert broken.num_errors == 2
+    assert group.num_errors == 2
     assert broken.verify("a", "b").error == "RecursionError: too deep"
 
 

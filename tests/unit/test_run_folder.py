@@ -122,6 +122,7 @@ def test_state_comes_back_bit_for_bit(cfg: Config) -> None:
     assert sampler.value["list"] == value["list"]
     for name in ("logprobs", "ids"):
         assert sampler.value[name].dtype == value[name].dtype and (sampler.value[name] == value[name]).all()
+        assert sampler.value[name].flags.writeable
 
 
 def test_a_failed_save_leaves_the_last_checkpoint(cfg: Config) -> None:

@@ -111,6 +111,7 @@ def test_rewound_prompts_come_back_first_under_new_request_ids_and_the_same_seed
         key = (request.token_ids[0], request.request_id.split("/")[1])
         assert seeds.setdefault(key, request.seed) == request.seed
     assert len(set(seeds.values())) == len(seeds)
+    assert {request.group_size for request in engine.requests} == {2}
 
 
 @pytest.mark.parametrize("surplus", ["rewind", "carry"])
@@ -184,6 +185,7 @@ def test_carry_continues_partial_groups_and_survives_a_restart():
         assert request.token_ids == (2, 2, 2, *full[:old])
         assert request.params.max_new_tokens == MAX_NEW_TOKENS - old
         assert request.seed == request_seed(7, 2, sample, old)
+        assert request.group_size == 1  # shares no more than the prompt with the others
     assert all(c.versions.tolist() == [0] * len(c) for c in batch.groups[1].completions)
 
 

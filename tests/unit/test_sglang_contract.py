@@ -13,8 +13,12 @@ import httpx
 import pytest
 
 from dapo_megatron.rollout.engine import GenerateRequest, SamplingParams
-from dapo_megatron.rollout.sglang_engine import SGLangEngine
+from dapo_megatron.rollout.http_engine import HttpEngine
+from dapo_megatron.rollout.server_client import ServerHttp
+from dapo_megatron.rollout.sglang_client import SGLangClient
 from dapo_megatron.rollout.sglang_server import SGLangServer
+from dapo_megatron.rollout.sglang_weights import ServerLayout
+from tests import sglang_engines
 
 PARAMS = SamplingParams(5, temperature=0.7, top_p=0.9, top_k=3, stop_token_ids=(2,))
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -27,16 +31,9 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_engine(model_dir: Path, handler: Handler, num_servers: int = 1, **kwargs) -> SGLangEngine:
-    engine = SGLangEngine([f"http://s{i}" for i in range(num_servers)], model_dir, dtype="float32", **kwargs)
-
-    def client() -> httpx.AsyncClient:
-        if engine._http is None:
-            engine._http = httpx.AsyncClient(transport=httpx.MockTransport(handler))
-        return engine._http
-
-    engine._client = client  # type: ignore[method-assign]
-    return engine
+def make_engine(model_dir: Path, handler: Handler, num_servers: int = 1, **kwargs: Any) -> HttpEngine:
+    urls = [f"http://s{i}" for i in range(num_servers)]
+    return sglang_engines.make_engine(urls, model_dir, transport=httpx.MockTransport(handler), **kwargs)
 
 
 def answer(token_ids=(5, 2), version: str = "0", reason: str = "stop") -> dict[str, Any]:
@@ -80,17 +77,29 @@ def bodies_we_send(model_dir: Path) -> list[tuple[str, str, dict[str, Any]]]:
     async def everything() -> None:
         await engine.generate(GenerateRequest("0/0", (1, 2), PARAMS))
         await engine.prompt_logprobs((1, 2))
-        await engine._abort_rid(engine._servers[0], "0/0/1")
-        await engine.begin_update(3)
-        await engine._control(engine._servers[0], "/end_weight_update", {})
-        await engine.end_update(3)
-        await engine.checksums()
+        await engine.generate(GenerateRequest("0/0", (1, 2), PARAMS, group_size=2))
+        await engine.fleet.up[0].client.abort("0/0/1")
+        await engine.begin_update(3, ["server 0"])
+        await engine.end_update(3, ["server 0"])
+        await engine.checksums(["server 0"])
 
     asyncio.run(everything())
-    sender: Any = engine.weight_senders()[0]
+    sender: Any = engine.fleet.up[0].client.weight_sender()
     sent.append(("POST", "/init_weights_update_group", sender.open_body("127.0.0.1", 1234)))
     sent.append(("POST", "/update_weights_from_distributed", sender.send_body([("w", torch.zeros(2, 3))], 3)))
     sent.append(("POST", "/destroy_weights_update_group", {"group_name": "g"}))
+    layout = ServerLayout(tp=2, dtype="bfloat16", device="cuda", num_kv_heads=2)
+    http = ServerHttp("http://s", httpx.MockTransport(record))
+    on_our_gpus = SGLangClient(http, model_dir, layout, backend="ipc", sender_timeout_s=5)
+
+    async def change_hands() -> None:
+        await on_our_gpus.release_memory(["weights"], 5)
+        await on_our_gpus.resume_memory(["weights"], 5)
+
+    asyncio.run(change_hands())
+    colocated: Any = on_our_gpus.weight_sender()
+    for body in (colocated.send_body(["a", "b"], 3), colocated.fence_body(3)):
+        sent.append(("POST", "/update_weights_from_tensor", body))
     return sent
 
 
@@ -164,7 +173,7 @@ def test_every_key_we_send_is_known_to_the_installed_sglang(model_dir):
         ("POST", "/update_weights_from_distributed", {"version": "1"}),
         ("POST", "/no_such_call", {}),
     ]
-    problems = compare([*sent, *wrong], [*cpu, *gpu, "--no-such-flag"], model_dir)
+    problems = compare([*sent, *wrong], [*cpu, *gpu, "--enable-memory-saver", "--no-such-flag"], model_dir)
     assert problems == [
         "/generate (GenerateReqInput) has no extra_keys",
         "sampling_params has no temprature",
@@ -195,7 +204,7 @@ def test_tokens_without_logprobs_are_an_error(model_dir):
         return httpx.Response(200, json=body)
 
     with pytest.raises(RuntimeError, match="2 tokens but 1 log-probs"):
-        asyncio.run(make_engine(model_dir, handler).generate(GenerateRequest("0/0", (1,), PARAMS)))
+        asyncio.run(make_engine(model_dir, handler, max_attempts=1).generate(GenerateRequest("0/0", (1,), PARAMS)))
 
 
 def test_old_weights_keys_and_values_are_never_used_again(model_dir):
@@ -211,9 +220,9 @@ def test_old_weights_keys_and_values_are_never_used_again(model_dir):
 
     async def work() -> None:
         await engine.generate(GenerateRequest("0/0", (1,), PARAMS))
-        await engine.begin_update(3)
+        await engine.begin_update(3, ["server 0"])
         asked.append("weights")
-        await engine.end_update(3)
+        await engine.end_update(3, ["server 0"])
         await engine.generate(GenerateRequest("1/0", (1,), PARAMS))
 
     asyncio.run(work())
@@ -272,7 +281,7 @@ def test_a_dead_server_is_left_for_another_and_no_server_at_all_is_an_error(mode
     def all_dead(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("refused", request=request)
 
-    with pytest.raises(RuntimeError, match=r"request 0/0 failed: http://s0: ConnectError: refused; http://s1: Conn"):
+    with pytest.raises(RuntimeError, match=r"request 0/0 failed: http://s0: /generate: ConnectError: refused; http://s1: "):
         asyncio.run(make_engine(model_dir, all_dead, 2, max_attempts=2).generate(GenerateRequest("0/0", (1,), PARAMS)))
 
 
@@ -294,7 +303,7 @@ def test_a_group_stays_on_one_server_and_groups_spread(model_dir):
     asyncio.run(work())
     assert all(len(used) == 1 for used in hosts.values())
     assert sorted(host for used in hosts.values() for host in used) == ["s0"] * 3 + ["s1"] * 3
-    assert all(server.num_inflight == 0 for server in engine._servers) and not engine._groups
+    assert all(server.num_inflight == 0 for server in engine.fleet.up) and not engine._groups
 
 
 def test_a_refused_request_is_not_retried(model_dir):
@@ -314,8 +323,8 @@ def test_a_refused_request_is_not_retried(model_dir):
 
 def test_wrong_settings(model_dir):
     with pytest.raises(ValueError, match=r"rollout\.dtype: 'auto' must be resolved"):
-        SGLangEngine(["http://s"], model_dir, dtype="auto")
+        ServerLayout.of(model_dir, tp=1, dtype="auto", device="cpu")
     with pytest.raises(ValueError, match="urls: empty"):
-        SGLangEngine([], model_dir, dtype="float32")
+        make_engine(model_dir, canned, num_servers=0)
     with pytest.raises(ValueError, match=r"no config\.json"):
         SGLangServer(model_dir / "nowhere", dtype="float32", log_path="log")

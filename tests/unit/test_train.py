@@ -30,6 +30,16 @@ REPLICA = {
     "k1_sum": 0.4,
     "k3_sum": 0.2,
 }
+# What it tells of trainer and engine before the first one.
+DRIFT = {
+    "fresh_tokens": 4.0,
+    "stale_tokens": 0.0,
+    "diff_sum": 0.2,
+    "stale_diff_sum": 0.0,
+    "diff_max": 0.1,
+    "weight_sum": 4.0,
+    "weight_square_sum": 4.0,
+}
 
 
 def make_group(index: int, correct: tuple[bool, ...], lengths: tuple[int, ...], cut: bool = False) -> Group:
@@ -76,7 +86,7 @@ def test_measure_step_by_hand() -> None:
     groups = [make_group(0, (True, False), (3, 5)), make_group(1, (True, False), (2, 4), cut=True)]
     samples = build_samples(groups, version=3, overlong_filter=True)
     other = {**REPLICA, "ratio_max": 3.0, "clipped_high": 3.0}
-    drift = [{"fresh_tokens": 4.0, "diff_sum": 0.2, "diff_max": 0.1}, {"fresh_tokens": 4.0, "diff_sum": 0.6, "diff_max": 0.3}]
+    drift = [DRIFT, {**DRIFT, "diff_sum": 0.6, "diff_max": 0.3}]
     sampled = SampledBatch(groups, [], SamplingStats(groups_kept=2, tokens_kept=14, accuracy=0.5))
     metrics = measure_step(sampled, samples, drift, [[REPLICA, other]], num_minibatches=2)
     assert metrics.keys() <= METRICS.keys()
@@ -102,27 +112,49 @@ def test_measure_step_by_hand() -> None:
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
 
-def test_a_step_updates_at_one_learning_rate_and_publishes_the_result(tmp_path: Path) -> None:
-    from dapo_megatron.train import dapo_step
-
+def make_run(tmp_path: Path) -> MagicMock:
+    """A run that writes down every call. A step gets three groups of weights 3, in three mini-batches."""
     groups = [make_group(i, (True, False), (3, 5)) for i in range(3)]
-    run = MagicMock(cfg=Config())  # writes down every call
+    run = MagicMock(cfg=Config())
     run.cfg.optimizer.lr, run.cfg.optimizer.warmup_steps, run.cfg.optimizer.prompts_per_minibatch = 1e-6, 8, 1
     run.folder.path = tmp_path
     run.prepared.decode.return_value = ""
-    run.cluster.rewards.take_metrics.return_value = {}
-    run.sampler.collect = AsyncMock(return_value=SampledBatch(groups, [], SamplingStats()))
-    run.publisher.publish = AsyncMock()
+    run.batches.take = AsyncMock(return_value=SampledBatch(groups, [], SamplingStats()))
+    run.batches.before_publish = AsyncMock()
+    run.publisher.publish = AsyncMock(return_value={})
     policy = run.cluster.policy
     policy.load_batch = AsyncMock()
-    policy.old_logprobs = AsyncMock(return_value=[{"fresh_tokens": 24.0, "diff_sum": 0.0, "diff_max": 0.0}])
-    policy.update = AsyncMock(return_value=[REPLICA])
+    policy.old_logprobs = AsyncMock(return_value=[DRIFT])
+    policy.update = AsyncMock(return_value=[{**REPLICA, **DRIFT, "diff_sum": 2.0}])
+    return run
+
+
+def test_a_step_updates_at_one_learning_rate_and_publishes_the_result(tmp_path: Path) -> None:
+    from dapo_megatron.train import dapo_step
+
+    run = make_run(tmp_path)
     metrics = asyncio.run(dapo_step(run, 4))
-    asked = [c for c in run.mock_calls if c[0].startswith(("sampler.", "cluster.policy.", "publisher."))]
+    asked = [c for c in run.mock_calls if c[0].startswith(("batches.", "cluster.policy.", "publisher."))]
     updates = [call.cluster.policy.update(index, 5e-7) for index in range(3)]  # rollout step 4 of a warm-up of 8
-    prepared = [call.sampler.collect(version=3), call.cluster.policy.load_batch(ANY), call.cluster.policy.old_logprobs()]
-    assert asked == [*prepared, *updates, call.publisher.publish(version=4)]
+    prepared = [call.cluster.policy.load_batch(ANY), call.cluster.policy.old_logprobs()]
+    turn, lock, no_error = call.publisher.training(), call.publisher.lock, (None, None, None)
+    trained = [turn, turn.__aenter__(), *prepared, *updates, turn.__aexit__(*no_error)]
+    published = [lock.__aenter__(), call.publisher.publish(version=4, texts=ANY), lock.__aexit__(*no_error)]
+    assert asked == [call.batches.take(version=3), *trained, call.batches.before_publish(), *published]
+    assert run.publisher.version == 4  # before it is published: what a server that comes back meanwhile gets
     assert metrics["optimizer/updates"] == 3 and metrics["optimizer/lr"] == 5e-7
+    assert metrics["sync/logprob_diff_mean"] == pytest.approx(0.05)
+
+
+def test_the_engines_log_probs_take_no_forward_pass(tmp_path: Path) -> None:
+    from dapo_megatron.train import dapo_step
+
+    run = make_run(tmp_path)
+    run.cfg.algorithm.old_logprobs = "engine"
+    metrics = asyncio.run(dapo_step(run, 4))
+    run.cluster.policy.old_logprobs.assert_not_called()
+    assert run.cluster.policy.update.await_count == 3
+    assert metrics["sync/logprob_diff_mean"] == pytest.approx(0.5)  # as the first update says
 
 
 def test_skipped_updates_are_counted_and_left_out() -> None:
@@ -132,7 +164,7 @@ def test_skipped_updates_are_counted_and_left_out() -> None:
     good = {**dict.fromkeys(keys, 1.0), "num_tokens": 4.0, "loss_sum": 8.0, "ratio_max": 1.0, "fresh_ratio_error_max": 0.0}
     good["grad_norm_max"] = 2.0
     bad = dict.fromkeys(good, float("nan"))
-    drift = [{"fresh_tokens": 8.0, "diff_sum": 0.0, "diff_max": 0.0}]
+    drift = [DRIFT]
     sampled = SampledBatch(groups, [], SamplingStats())
     metrics = measure_step(sampled, samples, drift, [[bad], [good], [bad]], num_minibatches=4)
     counts = {name: metrics[f"optimizer/updates{name}"] for name in ("", "_nonfinite", "_skipped")}
@@ -145,7 +177,7 @@ def test_skipped_updates_are_counted_and_left_out() -> None:
 def test_nothing_valid_is_no_update() -> None:
     groups = [make_group(0, (True, False), (3, 5), cut=True)]
     samples = build_samples(groups, version=3, overlong_filter=True)
-    drift = [{"fresh_tokens": 0.0, "diff_sum": 0.0, "diff_max": 0.0}]
+    drift = [dict.fromkeys(DRIFT, 0.0)]
     metrics = measure_step(SampledBatch(groups, [], SamplingStats()), samples, drift, [], num_minibatches=1)
     assert metrics["optimizer/updates"] == 0 and metrics["optimizer/updates_skipped"] == 1
     assert "policy/loss" not in metrics and metrics["tokens/trained"] == 0

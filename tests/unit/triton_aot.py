@@ -72,11 +72,11 @@ def call(name: str, tokens: int, rows: int, width: int, dtype: torch.dtype) -> N
         return
     block = torch.empty(rows, tokens, dtype=dtype)
     if name == "block_stats":
-        kernels.block_stats(block, index, 1.0, False)
+        kernels.block_stats(block, index, 1.0)
     else:
         d_entropy = column if name == "block_gradient with entropy" else None
         softmax = Softmax(column, column, column, column)
-        kernels.block_gradient(block, column, softmax, index, column, d_entropy, 1.0, torch.bfloat16)
+        kernels.block_gradient(block, softmax, index, column, d_entropy, 1.0, torch.bfloat16)
 
 
 def main() -> None:

@@ -1,9 +1,10 @@
-"""A real SGLang server: its log-probs before and after publishing, aborts, checksums, and its end with its owner."""
+"""A real server of every kind: its log-probs before and after publishing, aborts, checksums, and its end with its owner."""
 
 import asyncio
 import copy
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,21 +22,41 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from dapo_megatron.rollout.engine import GenerateRequest, SamplingParams
-from dapo_megatron.rollout.sglang_engine import SGLangEngine
+from dapo_megatron.rollout.http_engine import HttpEngine
+from dapo_megatron.rollout.server_process import ServerProcess
+from dapo_megatron.rollout.sglang_client import SGLangClient
+from dapo_megatron.rollout.vllm_client import VLLMClient
+from tests.sglang_engines import make_engine
 
 PROMPT = tuple(range(7, 40))
+SERVERS = ["server 0"]
+CLIENTS: dict[str, Any] = {"sglang": SGLangClient, "vllm": VLLMClient}
 Tensors = list[tuple[str, torch.Tensor]]
 
 
+@pytest.fixture(scope="module", params=CLIENTS)
+def kind(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def model(tiny_model_dir) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32).requires_grad_(False).eval()
+def server(kind, request) -> ServerProcess:
+    return request.getfixturevalue(f"{kind}_server")
+
+
+@pytest.fixture(scope="module")
+def model(server) -> Any:
+    return AutoModelForCausalLM.from_pretrained(server.model_dir, dtype=torch.float32).requires_grad_(False).eval()
+
+
+def engine_on(url: str, server: ServerProcess, kind: str, **kwargs: Any) -> HttpEngine:
+    return make_engine([url], server.model_dir, client_class=CLIENTS[kind], **kwargs)
 
 
 @pytest.fixture
-def engine(sglang_server, tiny_model_dir, model) -> Iterator[SGLangEngine]:
+def engine(kind, server, model) -> Iterator[HttpEngine]:
     """Afterwards the server holds the weights of `model` again, under a version that no test uses."""
-    engine = SGLangEngine([sglang_server.url], tiny_model_dir, dtype="float32", request_timeout_s=60, update_timeout_s=30)
+    engine = engine_on(server.url, server, kind, request_timeout_s=60, update_timeout_s=30)
     yield engine
     asyncio.run(with_close(engine, lambda: publish(engine, named(model), 0)))
 
@@ -50,25 +71,29 @@ def other_weights(model: Any, seed: int) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).requires_grad_(False).eval()
 
 
-async def with_close(engine: SGLangEngine, work: Callable[[], Awaitable[Any]]) -> Any:
+async def with_close(engine: HttpEngine, work: Callable[[], Awaitable[Any]]) -> Any:
     try:
         return await work()
     finally:
         await engine.aclose()
 
 
-def run(engine: SGLangEngine, work: Callable[[], Awaitable[Any]]) -> Any:
+def run(engine: HttpEngine, work: Callable[[], Awaitable[Any]]) -> Any:
     return asyncio.run(asyncio.wait_for(with_close(engine, work), 120))
 
 
-async def publish(engine: SGLangEngine, tensors: Tensors, version: int, bucket_size: int = 5) -> None:
-    await engine.begin_update(version)
-    for sender in engine.weight_senders():
-        await asyncio.to_thread(sender.open, 0, 1)
-        for i in range(0, len(tensors), bucket_size):
-            await asyncio.to_thread(sender.send, tensors[i : i + bucket_size], version)
-        sender.close()
-    await engine.end_update(version)
+async def publish(engine: HttpEngine, tensors: Tensors, version: int, bucket_size: int = 5) -> None:
+    await engine.begin_update(version, SERVERS)
+    sender = sender_of(engine)
+    await asyncio.to_thread(sender.open, 0, 1)
+    for i in range(0, len(tensors), bucket_size):
+        await asyncio.to_thread(sender.send, tensors[i : i + bucket_size], version)
+    sender.close()
+    await engine.end_update(version, SERVERS)
+
+
+def sender_of(engine: HttpEngine) -> Any:
+    return engine.fleet.up[0].client.weight_sender()
 
 
 def request(name: str, max_new_tokens: int = 24, temperature: float = 1.0, prompt=PROMPT) -> GenerateRequest:
@@ -86,7 +111,7 @@ def error(model: Any, completions, temperature: float = 1.0) -> float:
     return max(np.abs(c.logprobs - reference(model, PROMPT, c.token_ids, temperature)).max() for c in completions)
 
 
-async def samples(engine: SGLangEngine, n: int = 8, temperature: float = 1.0):
+async def samples(engine: HttpEngine, n: int = 8, temperature: float = 1.0):
     return await asyncio.gather(*(engine.generate(request(f"g/{i}", temperature=temperature)) for i in range(n)))
 
 
@@ -153,7 +178,7 @@ def test_after_a_publish_the_server_computes_with_the_new_weights(engine, model)
     assert error(model, before) < 1e-4
     assert error(new, after) < 1e-4 and error(new, cooler, 0.6) < 1e-4
     np.testing.assert_allclose(prompt, reference(new, PROMPT[:1], np.array(PROMPT[1:]), 1.0), atol=1e-4)
-    assert all((c.versions == 7).all() for c in after) and engine.version == 7
+    assert all((c.versions == 7).all() for c in after) and engine.fleet.up[0].version == 7
     assert error(model, after) > 0.1  # the comparison sees the difference between the two
 
 
@@ -161,9 +186,9 @@ def test_a_skipped_publish_is_found_out(engine, model):
     new = other_weights(model, seed=1)
 
     async def work():
-        await engine.begin_update(8)
+        await engine.begin_update(8, SERVERS)
         with pytest.raises(RuntimeError, match="holds weights of version 0 after version 8 was published"):
-            await engine.end_update(8)
+            await engine.end_update(8, SERVERS)
         await publish(engine, named(model), 8)  # starts over
         return await samples(engine)
 
@@ -174,7 +199,7 @@ def test_an_update_left_open_can_be_started_over(engine, model):
     new = other_weights(model, seed=2)
 
     async def work():
-        await engine.begin_update(9)
+        await engine.begin_update(9, SERVERS)
         await publish(engine, named(new), 9)
         return await samples(engine)
 
@@ -186,7 +211,7 @@ def test_update_is_refused_while_requests_run(engine):
         call = asyncio.create_task(engine.generate(request("g/0")))
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError, match="in flight"):
-            await engine.begin_update(1)
+            await engine.begin_update(1, SERVERS)
         return await call
 
     assert run(engine, work).finish_reason in ("length", "stop")
@@ -199,8 +224,8 @@ def endless(model: Any) -> Any:
     return new
 
 
-def test_abort_returns_what_there_is(engine, model):
-    """More requests than the server's cache holds, so that some run and some wait."""
+def test_abort_returns_what_there_is(engine, model, kind):
+    """More requests than the server's cache holds, so that some run and some wait. (vLLM starts all, and restarts some.)"""
     new = endless(model)
     requests = [request(f"a/{i}", max_new_tokens=4000, temperature=0.25) for i in range(6)]
 
@@ -217,7 +242,7 @@ def test_abort_returns_what_there_is(engine, model):
     assert [c.finish_reason for c in completions] == ["abort"] * 6
     assert all(len(c) < 4000 and len(c.logprobs) == len(c.versions) == len(c) for c in completions)
     begun = [c for c in completions if len(c)]
-    assert begun and len(begun) < 6  # others waited in the server's queue and have nothing
+    assert begun and (len(begun) < 6 or kind == "vllm")  # others waited in the server's queue and have nothing
     assert error(new, begun, 0.25) < 1e-3  # at this temperature logits, and their rounding, count four times
 
 
@@ -245,10 +270,10 @@ def test_impossible_requests_are_refused(engine):
 
 
 def test_checksums_prove_what_the_server_holds(engine, model):
-    sender = engine.weight_senders()[0]
-    held = run(engine, engine.checksums)
-    assert held == [sender.checksums(named(model))]
-    assert {"0/model.embed_tokens.weight", "0/model.layers.1.self_attn.qkv_proj.bias"} <= set(held[0])
+    sender = sender_of(engine)
+    held = run(engine, lambda: engine.checksums(SERVERS))["server 0"]
+    assert held == sender.checksums(named(model))
+    assert {"0/model.embed_tokens.weight", "0/model.layers.1.self_attn.qkv_proj.bias"} <= set(held)
     for name in (
         "model.layers.1.self_attn.k_proj.bias",
         "model.embed_tokens.weight",
@@ -256,19 +281,19 @@ def test_checksums_prove_what_the_server_holds(engine, model):
     ):
         changed = [(n, t.clone()) for n, t in named(model)]
         dict(changed)[name].view(-1)[3] += 1e-6
-        differing = {k for k, v in sender.checksums(changed).items() if v != held[0][k]}
+        differing = {k for k, v in sender.checksums(changed).items() if v != held[k]}
         assert len(differing) == 1, (name, differing)
 
 
 def test_unknown_names_and_half_a_fused_tensor_are_errors(engine, model):
-    sender = engine.weight_senders()[0]
+    sender = sender_of(engine)
     with pytest.raises(ValueError, match="only some of the parts"):
         sender.checksums([t for t in named(model) if "up_proj" not in t[0]])
     sender.open(0, 1)
     try:
         with pytest.raises(ValueError, match=r"no parameter for \['model.layers.9.mlp.up_proj.weight'\]"):
             sender.send([("model.layers.9.mlp.up_proj.weight", torch.zeros(2, 2))], 1)
-        with pytest.raises(RuntimeError, match="begin_weight_update"):  # at once, not after a time-out
+        with pytest.raises(RuntimeError, match=r"begin_weight_update|dapo_begin"):  # at once, not after a time-out
             sender.send(named(model)[:2], 1)
     finally:
         sender.close()
@@ -300,33 +325,30 @@ def test_two_trainer_processes_each_send_their_share(engine, model, unused_port)
     rest = tensors[2 * middle :]
 
     async def work():
-        await engine.begin_update(11)
-        ranks = [
-            context.Process(target=_send_share, args=(r, unused_port, engine.weight_senders()[0], shares[r], 11))
-            for r in range(2)
-        ]
+        await engine.begin_update(11, SERVERS)
+        ranks = [context.Process(target=_send_share, args=(r, unused_port, sender_of(engine), shares[r], 11)) for r in range(2)]
         for p in ranks:
             p.start()
         for p in ranks:
             await asyncio.to_thread(p.join, 90)
         assert [p.exitcode for p in ranks] == [0, 0]
         if rest:
-            sender = engine.weight_senders()[0]
+            sender = sender_of(engine)
             await asyncio.to_thread(sender.open, 0, 1)
             await asyncio.to_thread(sender.send, rest, 11)
             sender.close()
-        await engine.end_update(11)
-        return await samples(engine), await engine.checksums()
+        await engine.end_update(11, SERVERS)
+        return await samples(engine), (await engine.checksums(SERVERS))["server 0"]
 
     completions, held = run(engine, work)
     assert error(new, completions) < 1e-4
-    assert held == [engine.weight_senders()[0].checksums(tensors)]
+    assert held == sender_of(engine).checksums(tensors)
 
 
 _OWNER = """
 import sys, time
-from dapo_megatron.rollout.sglang_server import SGLangServer
-server = SGLangServer(sys.argv[1], dtype="float32", log_path=sys.argv[2], startup_timeout_s=300)
+from {module} import {name} as Server
+server = Server(sys.argv[1], dtype="float32", log_path=sys.argv[2], startup_timeout_s=300, python=sys.argv[3])
 server.start()
 print(server.url, server.pid, flush=True)
 time.sleep(600)
@@ -334,25 +356,26 @@ time.sleep(600)
 
 
 @pytest.mark.slow
-def test_the_server_ends_with_its_killed_owner_and_senders_notice(tiny_model_dir, model, tmp_path):
-    command = [sys.executable, "-c", _OWNER, str(tiny_model_dir), str(tmp_path / "log")]
+def test_the_server_ends_with_its_killed_owner_and_senders_notice(kind, server, model, tmp_path):
+    program = _OWNER.format(module=type(server).__module__, name=type(server).__name__)
+    command = [sys.executable, "-c", program, str(server.model_dir), str(tmp_path / "log"), server.python]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout is not None
         url, pid = owner.stdout.readline().split()
         processes = [psutil.Process(int(pid)), *psutil.Process(int(pid)).children(recursive=True)]
-        assert len(processes) >= 3  # the HTTP server, its scheduler, its detokenizer
-        scheduler = next(p for p in processes if "sched" in p.name() or "sched" in " ".join(p.cmdline()))
-        engine = SGLangEngine([url], tiny_model_dir, dtype="float32", update_timeout_s=5)
-        sender = engine.weight_senders()[0]
-        run(engine, lambda: engine.begin_update(1))
+        assert len(processes) >= 3  # the HTTP server, its scheduler, its detokenizer or worker
+        scheduler = next(p for p in processes if re.search("sched|Worker", f"{p.name()} {p.cmdline()}"))
+        engine = engine_on(url, server, kind, update_timeout_s=5)
+        sender = sender_of(engine)
+        run(engine, lambda: engine.begin_update(1, SERVERS))
         sender.open(0, 1)
         scheduler.send_signal(signal.SIGSTOP)  # hung: the bucket is never received
-        with pytest.raises(RuntimeError, match="did not answer /update_weights_from_distributed"):
+        with pytest.raises(RuntimeError, match=r"did not answer /(update_weights_from_distributed|collective_rpc)"):
             sender.send(named(model), 1)
         scheduler.send_signal(signal.SIGCONT)
-        engine = SGLangEngine([url], tiny_model_dir, dtype="float32", update_timeout_s=300)
-        sender = engine.weight_senders()[0]
+        engine = engine_on(url, server, kind, update_timeout_s=300)
+        sender = sender_of(engine)
         sender.open(0, 1)
         scheduler.send_signal(signal.SIGSTOP)
         killer = threading.Timer(1.0, os.kill, (owner.pid, signal.SIGKILL))
