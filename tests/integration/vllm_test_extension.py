@@ -9,7 +9,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 
 class SlowUpdates(WeightUpdates):
-    """The tiny model makes tokens faster than vLLM's HTTP process can take them, which then takes no other calls for seconds."""
+    """The tiny model makes tokens faster than the HTTP process can take them, which then takes no other calls for seconds."""
 
     def dapo_slow_down(self: Any, seconds: float) -> None:
         """Every step takes so much longer from now on."""
