@@ -200,7 +200,7 @@ class Engines:
             "log_path": os.path.abspath(f"{log_dir}/server_{number}.log"),  # noqa: PTH100
             "startup_timeout_s": rollout.startup_timeout_s,
             "seed": self._cfg.run.seed + number,
-            "python": rollout.python,
+            "python": str(Path(rollout.python).expanduser().absolute()) if rollout.python else "",
         }
 
     def begin_start(self) -> list[Any]:

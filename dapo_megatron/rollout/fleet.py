@@ -6,6 +6,7 @@ errors is lost: its requests go elsewhere, it is started anew in the background 
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,8 @@ class Server:
     client: ServerClient
     version: int | None  # of the weights it serves; None: waiting
     num_inflight: int = 0
-    num_failures: int = 0  # in a row
+    num_failures: int = 0  # in a row, one after the other
+    last_failure: float = -math.inf
     last_sign: float = field(default_factory=time.monotonic)  # of life
     answers: set[asyncio.Future[Any]] = field(default_factory=set)  # that somebody waits for
 
@@ -137,9 +139,12 @@ class Fleet:
 
     # Losing and reviving
 
-    async def failed(self, server: Server, why: str) -> None:
-        """It didn't answer. Lost if its process is gone, or if that has happened too often in a row."""
-        server.num_failures += 1
+    async def failed(self, server: Server, why: str, begin: float) -> None:
+        """It didn't answer what it was asked at `begin` (time.monotonic). Lost if its process is gone, or if that has happened
+        too often in a row: calls that were under way at the last failure have failed with it and don't count again."""
+        if begin > server.last_failure:
+            server.num_failures += 1
+            server.last_failure = time.monotonic()
         if server not in self.up:
             return
         if not await self._sources[server.slot].alive():

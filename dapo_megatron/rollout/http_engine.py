@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +116,7 @@ class HttpEngine:
         failed: list[str] = []
         try:
             while server := await self._server_for(group, call):
+                begin = time.monotonic()
                 try:
                     result = await self._attempt(request, call, group, server)
                     if result is not None:
@@ -127,7 +129,7 @@ class HttpEngine:
                     if len(failed) == self.max_attempts:
                         raise RuntimeError(f"request {request.request_id} failed: " + "; ".join(failed)) from e
                     self.num_retries += 1
-                    await self.fleet.failed(server, str(e))
+                    await self.fleet.failed(server, str(e), begin)
             return no_tokens()
         finally:
             call.done.set()

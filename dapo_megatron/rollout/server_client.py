@@ -11,6 +11,9 @@ import numpy as np
 from dapo_megatron.records import Completion
 from dapo_megatron.rollout.engine import GenerateRequest, WeightSender
 
+# A connection that has been idle so long isn't used again. SGLang closes it after 5 s, and a request that meets that is lost.
+KEEPALIVE_S = 2.0
+
 
 class Unanswered(Exception):
     """The server did not answer, answered with something else than it should, or said that the fault is its own: another
@@ -117,7 +120,7 @@ class ServerHttp:
 
     def _client(self) -> httpx.AsyncClient:
         if self._http is None or self._loop is not asyncio.get_running_loop():
-            limits = httpx.Limits(max_connections=None)
+            limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S)
             self._http = httpx.AsyncClient(limits=limits, trust_env=False, transport=self._transport)
             self._loop = asyncio.get_running_loop()
         return self._http

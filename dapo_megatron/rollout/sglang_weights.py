@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from dapo_megatron.rollout.server_client import KEEPALIVE_S
+
 # SGLang fuses these projections; the order is that of the fused rows.
 _FUSED = {
     "q_proj": ("qkv_proj", 0, 3),
@@ -149,7 +151,8 @@ class SGLangSender:
 
     def _connect(self) -> None:
         assert self._http is None, "open is called once"
-        self._http = httpx.Client(base_url=self.url, timeout=self.timeout_s, trust_env=False)
+        limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
+        self._http = httpx.Client(base_url=self.url, timeout=self.timeout_s, limits=limits, trust_env=False)
         # SGLang logs and skips a name it does not know, so we ask which ones it does.
         self._engine_names = frozenset(self._parameter_names())
 

@@ -98,9 +98,7 @@ def _model_fits(report: Report, sizes: ModelSizes) -> None:
     if c.parallel.ep > 1 and not sizes.num_experts:
         report.add("parallel.ep", "the model has no experts to spread; use 1")
     if sizes.num_experts and c.rollout.engine == "vllm":
-        report.add("rollout.engine", "experts can't be published to vLLM's servers yet; use local for a model with experts")
-    if sizes.num_experts and c.rollout.engine == "sglang":
-        report.add("rollout.engine", "experts can't be published to SGLang's servers yet; use local for a model with experts")
+        report.add("rollout.engine", "experts can't be published to vLLM's servers yet; use sglang for a model with experts")
     if sizes.num_experts and c.parallel.tp > 1 and not c.parallel.sequence_parallel:
         report.add(
             "parallel.sequence_parallel", "must be true: with experts, tensor-parallel ranks each route their own tokens"

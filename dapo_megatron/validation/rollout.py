@@ -17,8 +17,12 @@ def check_rollout(report: Report) -> None:
         _others_servers(report)
     if r.python and r.engine != "local" and not os.access(Path(r.python).expanduser(), os.X_OK):
         report.add("rollout.python", "there is no such program; give an interpreter's path, or nothing for this one", "machine")
-    if r.engine == "vllm" and c.cluster.colocate:
+    if c.cluster.colocate and r.engine == "vllm":
         report.add("cluster.colocate", "works with SGLang's servers only; give vLLM's servers GPUs of their own: false")
+    if c.cluster.colocate and r.max_staleness:
+        report.add(
+            "rollout.max_staleness", "must be 0 with cluster.colocate: nothing is sampled while the trainer has the memory"
+        )
     if c.publish.pause != "drain" and r.engine == "local":
         report.add("publish.pause", "the local engine's requests always finish before a publish; use drain")
     elif c.publish.pause != "drain" and r.max_staleness == 0:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from dapo_megatron.algo.packing import concatenate, pack_minibatch_for
@@ -22,6 +23,7 @@ from dapo_megatron.records import Sample
 from dapo_megatron.weights.hub_names import hub_tensors
 
 JOB_TIMEOUT_S = 120.0
+MAX_THREADS = 250  # of a rank's process; what process groups leave behind takes time from the others: it is replaced then
 VOCAB = 67  # not a multiple of 2: vocabulary padding is always at work
 COMMON = {
     "hidden_size": 48,
@@ -210,7 +212,7 @@ def _serve(connection: Any) -> None:
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
         gc.collect()  # a process group that anything still refers to keeps its threads, some 60 a job
-        connection.send(reply)
+        connection.send((*reply, psutil.Process().num_threads()))
 
 
 class RankPool:
@@ -235,11 +237,13 @@ class RankPool:
         for rank in range(world):
             self._workers[rank][1].send((target, rank, world, port, args))
         replies = [self._reply(rank) for rank in range(world)]
-        failures = [text for ok, text in replies if not ok]
+        if max(num_threads for _, _, num_threads in replies) > MAX_THREADS:
+            self.close()
+        failures = [text for ok, text, _ in replies if not ok]
         assert not failures, "\n".join(failures)
-        return [pickle.loads(data) for _, data in replies]
+        return [pickle.loads(data) for _, data, _ in replies]
 
-    def _reply(self, rank: int) -> tuple[bool, Any]:
+    def _reply(self, rank: int) -> tuple[bool, Any, int]:
         """Ranks that wait for each other are ended, not waited for: the next job gets new ones."""
         _, connection = self._workers[rank]
         if connection.poll(JOB_TIMEOUT_S):
@@ -255,3 +259,4 @@ class RankPool:
             process.join(timeout=20)
             if process.is_alive():
                 process.kill()
+        self._workers = []

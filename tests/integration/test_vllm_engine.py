@@ -69,13 +69,13 @@ def test_requests_that_a_publish_meets(vllm_server, pause, version):
         old = completion.versions == version
         assert old.any() and (np.diff(completion.versions) >= 0).all()
         before = np.abs(completion.logprobs - reference(first, PROMPT, completion.token_ids, COOL))
-        assert before[old].max() < 1e-3
+        assert before[old].max() < 1e-2  # wrong weights: 10 and more
         assert completion.finish_reason == "abort" or pause != "abort"
         assert set(completion.versions.tolist()) == ({version} if pause == "abort" else {version, version + 1})
         if pause == "abort":
             continue
         after = np.abs(completion.logprobs - reference(new, PROMPT, completion.token_ids, COOL))[~old]
-        assert (after[0] < 1e-3) == (pause == "retract")  # in place, old keys and values go into it
+        assert (after[0] < 1e-2) == (pause == "retract")  # in place, old keys and values go into it
 
 
 async def slow_down(server: VLLMServer, seconds: float) -> None:

@@ -162,7 +162,7 @@ WRONG = [
         "parallel.ep",
         "multiple or a divisor of tp (2)",
     ),
-    ([*MOE], "rollout.engine", "use local"),
+    ([*MOE, "rollout.engine=vllm"], "rollout.engine", "use sglang"),
     ([*MOE, "parallel.sequence_parallel=false"], "parallel.sequence_parallel", "route their own tokens"),
     # unknown model family
     (["model.random_model.model_type=mamba"], "model.path", "unknown model family 'mamba'"),

@@ -182,7 +182,7 @@ def test_a_server_that_answers_rubbish_is_avoided(model_dir: Path, kind: str) ->
 
 
 def test_three_failures_in_a_row_start_a_server_anew_though_it_lives(model_dir: Path) -> None:
-    world = World(model_dir, 2, max_attempts=MAX_FAILURES + 1)
+    world = World(model_dir, 2, max_attempts=2 * MAX_FAILURES + 2)
     engine = world.engine
     engine.fleet._sources[0] = Source(restart=lambda: "http://s2")
     world.fault["s0"] = world.fault["s1"] = RUBBISH["500"]
@@ -195,6 +195,13 @@ def test_three_failures_in_a_row_start_a_server_anew_though_it_lives(model_dir: 
 
     world.run(work)
     assert any("3 failures in a row, the last: /generate: 500: boom" in note for note in world.notes)
+
+
+def test_requests_that_fail_together_count_as_one_failure(model_dir: Path) -> None:
+    world = World(model_dir, 2)
+    world.fault["s0"] = RUBBISH["500"]
+    assert len(world.run(lambda: world.groups(0, 20))) == 40 and not world.notes
+    assert world.engine.num_retries >= 2 * MAX_FAILURES and world.engine.fleet.up[0].num_failures < MAX_FAILURES
 
 
 def test_a_server_that_never_comes_back_is_given_up_and_the_last_one_s_loss_ends_the_run(model_dir: Path) -> None:
