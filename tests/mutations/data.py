@@ -47,7 +47,7 @@ _ROLLOUT = [
     unit(
         "batch_ahead_sampled_again_after_resume",
         "rollout/ahead.py",
-        'self._next = _load_batch(state["next"]) if state["next"] else None',
+        'self._next = _load_batch(state["next"]) if state.get("next") else None',
         "self._next = None",
         "ahead.py::test_a_resumed_run_goes_on_as_it_would_have[1-drain-rewind]",
         "for batch in other_rest] == [told(batch) for batch in rest]",
@@ -195,8 +195,8 @@ _WEIGHTS = [
     unit(
         "padded_vocabulary_rows_exported",
         "weights/mapping.py",
-        "torch.cat(list(shards))[: shape.vocab_size]",
-        "torch.cat(list(shards))",
+        "_joined(shards)[: shape.vocab_size]",
+        "_joined(shards)",
         "mapping.py::test_padded_vocabulary_is_cut_on_the_way_back",
         "assert torch.equal(",
     ),
