@@ -179,7 +179,7 @@ def test_killed_with_a_batch_collected_ahead(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    """Ten times, in one run or several."""
+    """Six times, in one run or several."""
     settings = (*SETTINGS, "run.steps=8")
     begin = time.monotonic()
     one = SoloRun(ROOT, tmp_path / "whole", *settings)
@@ -187,7 +187,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     duration_s = time.monotonic() - begin
     rng = random.Random(5)
     num_killed, number = 0, 0
-    while num_killed < 10:
+    while num_killed < 6:
         run = SoloRun(ROOT, tmp_path / f"killed{number}", *settings)
         run.process.join(timeout=rng.uniform(0, 0.4 * duration_s))
         if run.process.exitcode is None:

@@ -182,7 +182,7 @@ _WEIGHTS = [
         "int(found[2]) + first_expert",
         "int(found[2])",
         "invariance.py::test_every_layout_gives_the_same[EP2-token budget-qwen3_moe]",
-        "mlp.experts",
+        "effective_sample_size(found)",
     ),
     unit(
         "gate_and_up_swapped_in_the_shards",
@@ -233,7 +233,7 @@ _SHARED_PROMPTS = [
         "np.arange(start, cuts[1] if first > start else start)",
         "np.arange(start, first)",
         "invariance.py::test_every_layout_gives_the_same[one rank-shared prompts-qwen3_untied]",
-        "relative error",
+        "effective_sample_size(found)",
     ),
 ]
 
