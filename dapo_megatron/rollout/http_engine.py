@@ -157,7 +157,8 @@ class HttpEngine:
         try:
             return await server.ask(server.client.generate(request, call.rid, version, self.request_timeout_s))
         except Unanswered:
-            await server.client.abort(call.rid)  # it may still be working on it
+            if server in self.fleet.up:
+                await server.client.abort(call.rid)  # it may still be working on it
             raise
 
     async def _prefilled(self, request: GenerateRequest, group: _Group, server: Server, version: int) -> None:
