@@ -38,7 +38,8 @@ class Server:
     name: str
     client: ServerClient
     version: int | None  # of the weights it serves; None: waiting
-    num_inflight: int = 0
+    num_inflight: int = 0  # calls over HTTP
+    num_requests: int = 0  # given to it, also those that wait for their prompt
     num_failures: int = 0  # in a row, one after the other
     last_failure: float = -math.inf
     last_sign: float = field(default_factory=time.monotonic)  # of life
@@ -46,7 +47,7 @@ class Server:
 
     def burden(self) -> tuple[bool, int]:
         """Least first: one whose last answer failed is chosen only if all others' did too."""
-        return self.num_failures > 0, self.num_inflight
+        return self.num_failures > 0, self.num_requests
 
     async def ask(self, call: Coroutine[Any, Any, Any]) -> Any:
         """The result of `call`; Unanswered as soon as the server is lost."""

@@ -117,6 +117,7 @@ class HttpEngine:
         try:
             while server := await self._server_for(group, call):
                 begin = time.monotonic()
+                server.num_requests += 1
                 try:
                     result = await self._attempt(request, call, group, server)
                     if result is not None:
@@ -130,6 +131,8 @@ class HttpEngine:
                         raise RuntimeError(f"request {request.request_id} failed: " + "; ".join(failed)) from e
                     self.num_retries += 1
                     await self.fleet.failed(server, str(e), begin)
+                finally:
+                    server.num_requests -= 1
             return no_tokens()
         finally:
             call.done.set()

@@ -285,7 +285,8 @@ def test_a_dead_server_is_left_for_another_and_no_server_at_all_is_an_error(mode
         asyncio.run(make_engine(model_dir, all_dead, 2, max_attempts=2).generate(GenerateRequest("0/0", (1,), PARAMS)))
 
 
-def test_a_group_stays_on_one_server_and_groups_spread(model_dir):
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_a_group_stays_on_one_server_and_groups_spread(model_dir, group_size):
     hosts: dict[str, set[str]] = {}
 
     async def slow(request: httpx.Request) -> httpx.Response:
@@ -297,13 +298,17 @@ def test_a_group_stays_on_one_server_and_groups_spread(model_dir):
 
     async def work() -> None:
         await asyncio.gather(
-            *(engine.generate(GenerateRequest(f"{g}.0/{i}", (1,), PARAMS)) for g in range(6) for i in range(4))
+            *(
+                engine.generate(GenerateRequest(f"{g}.0/{i}", (1,), PARAMS, group_size=group_size))
+                for g in range(6)
+                for i in range(4)
+            )
         )
 
     asyncio.run(work())
     assert all(len(used) == 1 for used in hosts.values())
     assert sorted(host for used in hosts.values() for host in used) == ["s0"] * 3 + ["s1"] * 3
-    assert all(server.num_inflight == 0 for server in engine.fleet.up) and not engine._groups
+    assert all(server.num_inflight == server.num_requests == 0 for server in engine.fleet.up) and not engine._groups
 
 
 def test_a_refused_request_is_not_retried(model_dir):
