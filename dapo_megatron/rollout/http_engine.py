@@ -169,8 +169,9 @@ class HttpEngine:
         if group.prefill is None or group.prefill[0] != (server.name, version):
             call = server.client.prefill(request, self._rid(request.request_id), version, self.request_timeout_s)
             group.prefill = (server.name, version), asyncio.ensure_future(server.ask(call))
-        await asyncio.wait({group.prefill[1]})  # the group's, not this call's: it isn't cancelled with it
-        group.prefill[1].result()
+        done = group.prefill[1]  # another call may put a new one there meanwhile
+        await asyncio.wait({done})  # the group's, not this call's: it isn't cancelled with it
+        done.result()
 
     def _rid(self, request_id: str) -> str:
         return f"{request_id}/{next(self._numbers)}"

@@ -233,6 +233,20 @@ def test_a_group_s_prompt_is_computed_once_and_first(model_dir: Path) -> None:
     assert limits == [0, 5, 5, 5, 5, 5]
 
 
+def test_a_group_that_waits_for_its_prompt_moves_with_all_its_requests(model_dir: Path) -> None:
+    world = World(model_dir, 2, health_timeout_s=0.05)
+    engine = world.engine
+
+    async def work() -> list[Completion]:
+        world.hang.add("s0")
+        calls = [GenerateRequest(f"0/{i}", (1, 2), PARAMS, group_size=4) for i in range(4)]
+        early = [asyncio.create_task(engine.generate(call)) for call in calls[:2]]
+        await until(lambda: not any(server.name == "server 0" for server in engine.fleet.up))
+        return await asyncio.gather(*early, *(engine.generate(call) for call in calls[2:]))
+
+    assert len(world.run(work)) == 4
+
+
 @pytest.mark.parametrize("pause", ["retract", "in_place", "abort"])
 def test_requests_that_come_during_an_update_wait_and_are_asked_for_under_the_new_version(model_dir: Path, pause: str) -> None:
     world = World(model_dir, 1, pause=pause)
