@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import ray
 
-from dapo_megatron.cluster.session import gather_all, get_all, redirect_output
+from dapo_megatron.cluster.session import gather_all, get_all, is_own_session, redirect_output
 from dapo_megatron.config import Config
 from dapo_megatron.records import Completion
 from dapo_megatron.rollout.engine import GenerateRequest, RolloutEngine, WeightSender
@@ -37,8 +37,8 @@ class ServerOwner:
     def __init__(self, engine: str, options: dict[str, Any], log: str) -> None:
         redirect_output(log)
         self._process = _PROCESSES[engine]
-        # Loopback in a session of our own; in a cluster the address that trainer ranks on other nodes reach.
-        self._options = {**options, "host": ray.util.get_node_ip_address()}
+        # Of a cluster's node: the address that trainer ranks on other nodes reach.
+        self._options = {**options, "host": options["host"] or ray.util.get_node_ip_address()}
         self._server = self._process(**self._options)
 
     def start(self) -> str:
@@ -190,6 +190,7 @@ class Engines:
         shares_gpus = self._device == "cuda" and self._cfg.cluster.colocate
         return {
             "model_dir": self._model_dir,
+            "host": "127.0.0.1" if is_own_session() else "",  # nothing of a local run's servers listens to the network
             "port": rollout.base_port + number if rollout.base_port else 0,
             "tp": rollout.tp,
             "dtype": self._dtype,

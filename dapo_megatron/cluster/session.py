@@ -18,6 +18,11 @@ from ray.exceptions import RayError, RayTaskError
 LOCAL_OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids; Ray's default takes 30% of a laptop's memory
 
 
+def is_own_session() -> bool:
+    """In the controller: whether the session is one of the run's own, all of it on this machine."""
+    return "RAY_ADDRESS" not in os.environ
+
+
 @contextmanager
 def ray_session(hide_gpus: bool) -> Iterator[None]:
     """Everything that the run started in Ray is gone afterwards, whatever ended it."""
@@ -28,7 +33,7 @@ def ray_session(hide_gpus: bool) -> Iterator[None]:
     if address == "local":
         options["object_store_memory"] = LOCAL_OBJECT_STORE_BYTES
         options["include_dashboard"] = False
-        options["_node_ip_address"] = "127.0.0.1"  # nothing of a local run listens to the network
+        options["_node_ip_address"] = "127.0.0.1"  # Ray makes the machine's own address of it
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
     except Exception as error:  # Ray raises plain ones too
