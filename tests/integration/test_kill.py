@@ -248,9 +248,10 @@ def tell_and_die(path: str, at_step: int) -> None:
             policy = Path(path) / "policy"
             policy.mkdir(parents=True)
             await run.cluster.policy.save(str(policy))
+            servers = list(await run.cluster.engine.weight_senders())
             state = {
-                "trainer": await run.cluster.policy.checksums(),
-                "engine": await run.cluster.engine.checksums(),
+                "trainer": await run.cluster.policy.checksums(servers),
+                "engine": await run.cluster.engine.checksums(servers),
                 "version": run.publisher.version,
                 "sampler": run_folder._encode(run.batches.state_dict()),
                 "stream": run.prepared.stream.state_dict(),
