@@ -45,7 +45,7 @@ def make_engine(
     layout = ServerLayout.of(model_dir, tp=tp, dtype=dtype, device="cpu")
     timeout_s = kwargs.get("update_timeout_s", 30.0)
 
-    def client(url: str) -> ServerClient:
+    def client(url: str, slot: int) -> ServerClient:
         return client_class(ServerHttp(url, transport), model_dir, layout, backend="gloo", sender_timeout_s=timeout_s)
 
     return HttpEngine(sources or [Source() for _ in urls], urls, client, model_dir, **kwargs)

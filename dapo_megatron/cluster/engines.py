@@ -15,6 +15,7 @@ import ray
 
 from dapo_megatron.cluster.session import gather_all, get_all, is_own_session, redirect_output
 from dapo_megatron.config import Config
+from dapo_megatron.layout import ranks_under_servers
 from dapo_megatron.records import Completion
 from dapo_megatron.rollout.engine import GenerateRequest, RolloutEngine, WeightSender
 from dapo_megatron.rollout.http_engine import HttpEngine
@@ -166,6 +167,7 @@ class Engines:
     ) -> None:
         self._cfg, self._model_dir, self._device, self._note = cfg, model_dir, device, note
         self._dtype = cfg.model.dtype if cfg.rollout.dtype == "auto" else cfg.rollout.dtype
+        self._shares_devices = cfg.cluster.colocate and cfg.rollout.engine == "sglang"
         self._host: Any = None  # of the local engine
         self._sources: list[OwnedServer | OthersServer] = []
         self.engine: RolloutEngine
@@ -180,14 +182,14 @@ class Engines:
                 for number in range(cfg.rollout.num_servers)
             ]
 
-    def _make_owner(self, options: dict[str, Any], number: int, log_dir: str) -> Any:
-        owner = ServerOwner.options(**options)  # type: ignore[attr-defined]
+    def _make_owner(self, placement: dict[str, Any], number: int, log_dir: str) -> Any:
+        owner = ServerOwner.options(**placement)  # type: ignore[attr-defined]
         options = self._server_options(number, log_dir)
         return owner.remote(self._cfg.rollout.engine, options, f"{log_dir}/server_{number}_owner.log")
 
     def _server_options(self, number: int, log_dir: str) -> dict[str, Any]:
         rollout = self._cfg.rollout
-        shares_gpus = self._device == "cuda" and self._cfg.cluster.colocate
+        saver = ["--enable-memory-saver"] if self._shares_devices and self._device == "cuda" else []
         return {
             "model_dir": self._model_dir,
             "host": "127.0.0.1" if is_own_session() else "",  # nothing of a local run's servers listens to the network
@@ -197,7 +199,7 @@ class Engines:
             "device": self._device,
             "max_total_tokens": rollout.max_total_tokens,
             "mem_fraction": rollout.mem_fraction,
-            "extra_args": ["--enable-memory-saver"] * shares_gpus + list(rollout.server_args),
+            "extra_args": saver + list(rollout.server_args),
             "log_path": os.path.abspath(f"{log_dir}/server_{number}.log"),  # noqa: PTH100
             "startup_timeout_s": rollout.startup_timeout_s,
             "seed": self._cfg.run.seed + number,
@@ -228,25 +230,25 @@ class Engines:
             note=self._note,
         )
 
-    def _client_maker(self) -> Callable[[str], ServerClient]:
-        shared = self._cfg.cluster.colocate and self._cfg.rollout.engine == "sglang"
-        backend = "ipc" if shared else "gloo" if self._device == "cpu" else "nccl"
-        ranks = (0,) if self._device == "cuda" else ()  # colocated servers and ranks: one of each so far
+    def _client_maker(self) -> Callable[[str, int], ServerClient]:
+        backend = "ipc" if self._shares_devices else "gloo" if self._device == "cpu" else "nccl"
+        ranks = ranks_under_servers(self._cfg) if self._shares_devices and self._device == "cuda" else None
         model = Path(self._model_dir)
         layout = ServerLayout.of(model, tp=self._cfg.rollout.tp, dtype=self._dtype, device=self._device)
 
-        def make(url: str) -> ServerClient:
+        def make(url: str, slot: int) -> ServerClient:
             timeout_s = self._cfg.publish.timeout_s
             http = ServerHttp(url)
             if self._cfg.rollout.engine == "vllm":
                 return VLLMClient(http, model, layout, backend=backend, sender_timeout_s=timeout_s)
-            return SGLangClient(http, model, layout, backend=backend, sender_timeout_s=timeout_s, ranks=ranks)
+            of_server = ranks[slot] if ranks else ()
+            return SGLangClient(http, model, layout, backend=backend, sender_timeout_s=timeout_s, ranks=of_server)
 
         return make
 
     def turns(self, trainer: Trainer) -> Turns:
         """Whose turn it is on devices that the servers share with the trainer."""
-        if self._cfg.cluster.colocate and self._cfg.rollout.engine == "sglang" and isinstance(self.engine, HttpEngine):
+        if self._shares_devices and isinstance(self.engine, HttpEngine):
             return Turns(trainer, self.engine.memory)
         return Turns()
 

@@ -20,7 +20,7 @@ LOCAL_OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids; Ray's default ta
 
 def is_own_session() -> bool:
     """In the controller: whether the session is one of the run's own, all of it on this machine."""
-    return "RAY_ADDRESS" not in os.environ
+    return os.environ.get("RAY_ADDRESS", "local") == "local"
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def ray_session(hide_gpus: bool) -> Iterator[None]:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     address = os.environ.get("RAY_ADDRESS", "local")  # local: a new one, even beside a cluster that runs here already
     options: dict[str, Any] = {"address": address}
-    if address == "local":
+    if is_own_session():
         options["object_store_memory"] = LOCAL_OBJECT_STORE_BYTES
         options["include_dashboard"] = False
         options["_node_ip_address"] = "127.0.0.1"  # Ray makes the machine's own address of it

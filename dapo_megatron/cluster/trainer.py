@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 from typing import Any
 
 import numpy as np
@@ -98,12 +97,10 @@ class PolicyGroup:
         await self._all("open_senders", senders)
 
     async def send_weights(self, version: int, servers: list[str]) -> dict[str, float]:
-        """The present weights to these servers. Of one server: "bytes", "buckets", and "seconds" of all of them together.
-        RuntimeError names the servers that failed, the others have them; the senders of those that failed are closed."""
-        begin = time.perf_counter()
+        """The present weights to these servers. Returns "bytes" and "buckets" of one server. RuntimeError names the servers
+        that failed, the others have them; the senders of those that failed are closed."""
         stages = await self._all("send_weights", version, servers)
-        totals = {name: float(sum(sent.get(name, 0) for sent in stages)) for name in ("bytes", "buckets")}
-        return {**totals, "seconds": time.perf_counter() - begin}
+        return {name: float(sum(sent.get(name, 0) for sent in stages)) for name in ("bytes", "buckets")}
 
     async def close_senders(self) -> None:
         await self._all("close_senders")

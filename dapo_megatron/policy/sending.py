@@ -33,6 +33,12 @@ class Sending:
         """Connect the leaders with the servers that they have no connection with; close those to servers not named any more."""
         self._forget(self._senders.keys() - senders.keys())
         new = {name: sender for name, sender in senders.items() if name not in self._senders}
+        failed = self._connect(new)
+        self._senders |= new
+        self._end(failed, "no connection for weights to")
+
+    def _connect(self, new: Mapping[str, Any]) -> dict[str, str]:
+        """Open each, and say of those that failed why, on every rank the same."""
         failed: dict[str, str] = {}
         for stage in range(self._policy.num_stages):
             if stage == self._policy.stage and self._policy.is_stage_leader:
@@ -42,8 +48,7 @@ class Sending:
                     except Exception as error:
                         failed[name] = f"{type(error).__name__}: {error}"
             share(failed)
-        self._senders |= new
-        self._end(failed, "no connection for weights to")
+        return failed
 
     def send(self, version: int, servers: Collection[str], bucket_bytes: int) -> dict[str, int]:
         """Hand the present weights over. {"bytes": of one server's, "buckets": their number} of the stage on its leader; {} on

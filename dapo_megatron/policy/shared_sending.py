@@ -20,9 +20,7 @@ class SharedSending(Sending):
     differs from them in nothing but the stage.
     """
 
-    def open(self, senders: Mapping[str, Any]) -> None:
-        self._forget(self._senders.keys() - senders.keys())
-        new = {name: sender for name, sender in senders.items() if name not in self._senders}
+    def _connect(self, new: Mapping[str, Any]) -> dict[str, str]:
         failed: dict[str, str] = {}
         for name in self._mine(new):
             try:
@@ -30,8 +28,7 @@ class SharedSending(Sending):
             except Exception as error:
                 failed[name] = f"{type(error).__name__}: {error}"
         share(failed)
-        self._senders |= new
-        self._end(failed, "no connection for weights to")
+        return failed
 
     def send(self, version: int, servers: Collection[str], bucket_bytes: int) -> dict[str, int]:
         failed = {name: "it isn't open" for name in servers if name not in self._senders}

@@ -70,7 +70,7 @@ class Server:
 class Fleet:
     """Args:
     sources, urls: of each server; all are up.
-    make_client: from a server's address.
+    make_client: from a server's address and slot.
     version: of the weights that they serve from the start; None: they wait for weights.
     """
 
@@ -78,7 +78,7 @@ class Fleet:
         self,
         sources: Sequence[ServerSource],
         urls: Sequence[str],
-        make_client: Callable[[str], ServerClient],
+        make_client: Callable[[str, int], ServerClient],
         *,
         version: int | None,
         interval_s: float,
@@ -87,7 +87,7 @@ class Fleet:
     ) -> None:
         self._sources, self._make_client, self._note = list(sources), make_client, note
         self._interval_s, self._timeout_s = interval_s, timeout_s
-        self.up = [Server(slot, f"server {slot}", make_client(url), version) for slot, url in enumerate(urls)]
+        self.up = [Server(slot, f"server {slot}", make_client(url, slot), version) for slot, url in enumerate(urls)]
         self.num_restarts = 0
         self.may_start = asyncio.Event()  # not while the trainer has the servers' devices
         self.may_start.set()
@@ -185,7 +185,7 @@ class Fleet:
             self._lives[slot] += 1
             self.num_restarts += 1
             try:
-                client = self._make_client(await self._sources[slot].restart())
+                client = self._make_client(await self._sources[slot].restart(), slot)
                 await client.check_model(self._timeout_s)
             except (RuntimeError, ValueError, Unanswered) as e:
                 self._why = f"server {slot}: {e}"

@@ -42,7 +42,7 @@ class HttpEngine:
 
     Args:
         sources, urls: of servers that all run the model in `model_dir`.
-        make_client: from a server's address.
+        make_client: from a server's address and its place among `sources`.
         pause: see publish.pause.
         max_attempts: after so many failed attempts, on other servers if there are any, a request is given up.
         update_timeout_s: for one call of an update.
@@ -55,7 +55,7 @@ class HttpEngine:
         self,
         sources: Sequence[ServerSource],
         urls: Sequence[str],
-        make_client: Callable[[str], ServerClient],
+        make_client: Callable[[str, int], ServerClient],
         model_dir: str | Path,
         *,
         pause: str = "drain",

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,15 @@ KEEPALIVE_S = 2.0
 class Unanswered(Exception):
     """The server did not answer, answered with something else than it should, or said that the fault is its own: another
     attempt may succeed, here or elsewhere."""
+
+
+@contextmanager
+def reading(answer: Any) -> Iterator[None]:
+    """Around what takes an answer apart: Unanswered if it isn't what it should be."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as e:
+        raise Unanswered(f"the answer can't be read ({type(e).__name__}: {e}): {str(answer)[:200]}") from e
 
 
 class ServerClient(Protocol):

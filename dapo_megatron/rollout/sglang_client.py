@@ -11,7 +11,7 @@ import numpy as np
 from dapo_megatron.records import Completion
 from dapo_megatron.rollout.colocated import ColocatedWeightSender
 from dapo_megatron.rollout.engine import GenerateRequest, WeightSender
-from dapo_megatron.rollout.server_client import ServerHttp, Unanswered, require_same
+from dapo_megatron.rollout.server_client import ServerHttp, Unanswered, reading, require_same
 from dapo_megatron.rollout.sglang_weights import ServerLayout, SGLangWeightSender
 
 FLUSH_TIMEOUT_S = 30
@@ -45,11 +45,12 @@ class SGLangClient:
         """Compares config.json where the server's model is a folder that can be read here; else the architecture alone."""
         info = await self._http.get("/model_info", timeout_s)
         server = await self._http.get("/server_info", timeout_s)
-        theirs = {key: info.get(key) or [] for key in ("architectures",)}
+        with reading((info, server)):
+            theirs, dtype = {"architectures": info.get("architectures") or []}, server.get("dtype")
+            settings = {"tp_size": server.get("tp_size"), "dtype": None if dtype == "auto" else dtype}
+            config = Path(info["model_path"]) / "config.json"
         with contextlib.suppress(OSError):
-            theirs = json.loads((Path(info["model_path"]) / "config.json").read_text())
-        dtype = server.get("dtype")
-        settings = {"tp_size": server.get("tp_size"), "dtype": None if dtype == "auto" else dtype}
+            theirs = json.loads(config.read_text())
         expected = {"tp_size": self._layout.tp, "dtype": self._layout.dtype}
         require_same(self.url, str(info.get("model_path")), self._model_dir, theirs, settings, expected)
 
@@ -98,7 +99,8 @@ class SGLangClient:
     async def prompt_logprobs(self, token_ids: tuple[int, ...], rid: str, version: int, timeout_s: float) -> np.ndarray:
         """Bypasses the prefix cache."""
         answer = await self._http.post("/generate", self.prompt_logprobs_body(token_ids, rid, version), timeout_s)
-        return np.array([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], np.float32)
+        with reading(answer):
+            return np.array([entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]], np.float32)
 
     def prompt_logprobs_body(self, token_ids: tuple[int, ...], rid: str, version: int) -> dict[str, Any]:
         return {
@@ -133,7 +135,9 @@ class SGLangClient:
 
     async def end_update(self, version: int, timeout_s: float) -> None:
         await self._http.post("/end_weight_update", {}, timeout_s)
-        held = (await self._http.get("/model_info", timeout_s))["weight_version"]
+        info = await self._http.get("/model_info", timeout_s)
+        with reading(info):
+            held = info["weight_version"]
         if str(held) != str(version):
             raise RuntimeError(f"{self.url} holds weights of version {held} after version {version} was published")
         await self._http.post("/continue_generation", {}, timeout_s)
@@ -157,11 +161,12 @@ class SGLangClient:
     async def checksums(self, timeout_s: float) -> dict[str, str]:
         """ "TP rank/SGLang's parameter name" -> checksum."""
         answer = await self._http.post("/weights_checker", {"action": "checksum"}, timeout_s)
-        return {
-            f"{rank['parallelism_info'][0]['tp_rank']}/{name}": checksum
-            for rank in answer["ranks"]
-            for name, checksum in rank["checksums"].items()
-        }
+        with reading(answer):
+            return {
+                f"{rank['parallelism_info'][0]['tp_rank']}/{name}": checksum
+                for rank in answer["ranks"]
+                for name, checksum in rank["checksums"].items()
+            }
 
     async def aclose(self) -> None:
         await self._http.aclose()
@@ -169,7 +174,7 @@ class SGLangClient:
 
 def completion(answer: dict[str, Any]) -> Completion:
     """SGLang's answer to one request. A matched EOS is among the ids and has its log-prob. Unanswered if it is none."""
-    try:
+    with reading(answer):
         meta, ids = answer["meta_info"], answer["output_ids"]
         entries = meta.get("output_token_logprobs") or []  # [log-prob, id, text]; absent if aborted before the first token
         if [entry[1] for entry in entries] != ids:
@@ -185,5 +190,3 @@ def completion(answer: dict[str, Any]) -> Completion:
             versions=versions,
             finish_reason=meta["finish_reason"]["type"],
         )
-    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as e:
-        raise Unanswered(f"SGLang's answer is none ({type(e).__name__}: {e}): {str(answer)[:200]}") from e

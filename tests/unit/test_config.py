@@ -9,7 +9,7 @@ import pytest
 
 from dapo_megatron.config import Config, ModelConfig
 from dapo_megatron.config_io import ConfigError, Problem, config_hash, load_config, read_config, resolved_yaml
-from dapo_megatron.layout import layout_text, rank_places, server_places, sharing_text, sizes_text
+from dapo_megatron.layout import sharing_text, sizes_text
 from dapo_megatron.model_sizes import FAMILIES, read_sizes
 from dapo_megatron.validation import AT_LEAST, BETWEEN, load_valid_config, validate
 
@@ -382,27 +382,3 @@ def test_sizes_of_a_gguf_file_is_read_from_its_header(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:60])
     with pytest.raises(ValueError, match="damaged"):
         read_sizes(ModelConfig(path=str(file)))
-
-
-# Layout -------------------------------------------------------------------------------------------------------------
-
-
-def test_rank_order_is_megatrons(tmp_path: Path) -> None:
-    config = tiny(tmp_path, "parallel.tp=2", "parallel.pp=2", "parallel.dp=2", "cluster.gpus_per_node=4")
-    places = [(r.tp, r.pp, r.dp, r.node, r.gpu) for r in rank_places(config)]
-    assert places[:5] == [(0, 0, 0, 0, 0), (1, 0, 0, 0, 1), (0, 0, 1, 0, 2), (1, 0, 1, 0, 3), (0, 1, 0, 1, 0)]
-    assert len(set(places)) == 8
-
-
-def test_servers_stay_within_a_node(tmp_path: Path) -> None:
-    overrides = ("parallel.tp=2", "rollout.num_servers=2", "rollout.tp=4", "cluster.gpus_per_node=4")
-    apart = server_places(tiny(tmp_path, *overrides, "rollout.base_port=7000"))
-    assert [(s.node, s.gpus, s.port) for s in apart] == [(1, (0, 1, 2, 3), 7000), (2, (0, 1, 2, 3), 7001)]
-    colocated = server_places(tiny(tmp_path, *overrides, "parallel.dp=4", "cluster.colocate=true"))
-    assert [s.node for s in colocated] == [0, 1]
-
-
-def test_layout_text_counts_updates(tmp_path: Path) -> None:
-    text = layout_text(tiny(tmp_path, "optimizer.prompts_per_minibatch=5", "run.steps=3"))
-    assert "4 update(s) of 40 responses" in text and "12 updates" in text
-    assert "= 128 responses" in text and "at most 160 groups" in text

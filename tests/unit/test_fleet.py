@@ -14,6 +14,7 @@ from dapo_megatron.records import Completion
 from dapo_megatron.rollout.engine import GenerateRequest, SamplingParams
 from dapo_megatron.rollout.fleet import MAX_FAILURES, MAX_RESTARTS
 from dapo_megatron.rollout.http_engine import HttpEngine
+from dapo_megatron.rollout.server_process import free_port
 from tests.sglang_engines import Source, make_engine
 
 PARAMS = SamplingParams(5)
@@ -39,6 +40,7 @@ class World:
         self.asked: list[tuple[str, str, dict[str, Any]]] = []  # host, path, body
         self.fault: dict[str, Callable[[], httpx.Response]] = {}
         self.hang: set[str] = set()
+        self.unreadable = ""  # path of a call that is answered with something else than it should
         self.version: dict[str, str] = {}
         self.notes: list[str] = []
         self.model_path = str(model_dir)
@@ -53,6 +55,8 @@ class World:
         if host in self.hang:
             await asyncio.sleep(request.extensions["timeout"]["read"])
             raise httpx.ReadTimeout("")
+        if path == self.unreadable:
+            return httpx.Response(200, json=[1])
         if path == "/generate" and host in self.fault:
             return self.fault[host]()
         if path == "/generate":
@@ -179,6 +183,45 @@ def test_a_server_that_answers_rubbish_is_avoided(model_dir: Path, kind: str) ->
     alone.fault["s0"] = RUBBISH[kind]
     with pytest.raises(RuntimeError, match=r"request 0/0 failed: http://s0: "):
         alone.run(lambda: alone.engine.generate(GenerateRequest("0/0", (1,), PARAMS)))
+
+
+@pytest.mark.parametrize("path", ["/model_info", "/weights_checker"])
+def test_control_answers_that_can_t_be_read_cost_the_server_and_not_the_run(model_dir: Path, path: str) -> None:
+    world = World(model_dir, 1)
+
+    async def work() -> None:
+        await world.engine.begin_update(0, ["server 0"])
+        world.unreadable = path
+        with pytest.raises(RuntimeError, match=r"server 0 \(http://s0\): the answer can't be read"):
+            if path == "/model_info":
+                await world.engine.end_update(0, ["server 0"])
+            await world.engine.checksums(["server 0"])
+        assert await world.engine.drop_lost() == ["server 0"]
+
+    world.run(work)
+
+
+def test_a_server_that_others_started_comes_back_when_it_answers_again() -> None:
+    from dapo_megatron.cluster.engines import OthersServer
+
+    async def healthy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def work() -> None:
+        port = free_port()
+        server = OthersServer(f"http://127.0.0.1:{port}/", timeout_s=10)
+        back = asyncio.create_task(server.restart())
+        done, _ = await asyncio.wait({back}, timeout=0.2)
+        assert not done and await server.alive()  # it can't know better
+        async with await asyncio.start_server(healthy, "127.0.0.1", port):
+            assert await back == f"http://127.0.0.1:{port}"
+        with pytest.raises(RuntimeError, match=r"rollout\.servers: http://127\.0\.0\.1:.* did not answer again within 1 s"):
+            await OthersServer(f"http://127.0.0.1:{port}", timeout_s=1).restart()
+
+    asyncio.run(asyncio.wait_for(work(), 30))
 
 
 def test_three_failures_in_a_row_start_a_server_anew_though_it_lives(model_dir: Path) -> None:

@@ -183,7 +183,7 @@ class Scripted:
         layout = ServerLayout(tp=1, dtype="bfloat16", device=device, num_kv_heads=4)
         transport = httpx.MockTransport(self.handle)
 
-        def client(url: str) -> SGLangClient:
+        def client(url: str, slot: int) -> SGLangClient:
             return SGLangClient(ServerHttp(url, transport), model_dir, layout, backend="gloo", sender_timeout_s=5)
 
         urls = [f"http://s{i}" for i in range(num_servers)]
