@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -86,7 +87,16 @@ class OthersServer:
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
 
     async def alive(self) -> bool:
-        return True  # whether it answers is all that can be known
+        """Whether anything listens at its address; more can't be known."""
+        address = urlsplit(self._url)
+        try:
+            _, writer = await asyncio.open_connection(address.hostname, address.port or 80)
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True  # the network's fault, perhaps
+        writer.close()
+        return True
 
     async def restart(self) -> str:
         """Waits until it answers again."""
