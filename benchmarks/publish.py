@@ -79,7 +79,7 @@ class Processes:
     """Ranks of one process group, each an object of `make(rank, *args)` whose methods are called on all at the same time."""
 
     def __init__(self, make: Callable[..., Any], gpus: list[int], *args: Any) -> None:
-        from dapo_megatron.rollout.server_process import free_port
+        from dapo_megatron.addresses import free_port
 
         context, master = multiprocessing.get_context("spawn"), f"127.0.0.1:{free_port()}"
         self._ranks = []

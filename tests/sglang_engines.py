@@ -22,6 +22,9 @@ class Source:
     async def alive(self) -> bool:
         return self.is_alive
 
+    async def end(self) -> None:
+        """The test's matter."""
+
     async def restart(self) -> str:
         if self._restart is None:
             raise RuntimeError("this server can't be started anew")

@@ -1,7 +1,10 @@
 """A pool of processes that decode and verify responses, with a time limit that holds whatever a verifier is stuck in."""
 
 import asyncio
+import contextlib
+import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -14,14 +17,27 @@ from dapo_megatron.reward.scoring import Scorer
 from dapo_megatron.reward.verifiers import Verdict
 
 
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """For transformers it isn't there, unless it is loaded already: a tokenizer doesn't need it, and its import takes seconds
+    and most of a worker's memory."""
+    hidden = sys.modules.setdefault("torch", None) is None  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules["torch"]
+
+
 @ray.remote
 class RewardWorker:
     def __init__(self, cfg: Config, model_dir: str, log: str) -> None:
-        from transformers import AutoTokenizer
-
         redirect_output(log)
         self._scorer = Scorer.from_config(cfg.reward, cfg.rollout.max_response_tokens)
-        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        with _without_torch():
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
 
     def ready(self) -> None:
         """Answers when the worker has started."""

@@ -4,6 +4,7 @@ Megatron writes `device=torch.cuda.current_device()`, `.cuda()`, CUDA streams an
 below is the CPU's own (its device, its RNG, no streams); no arithmetic is replaced.
 """
 
+import importlib
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -37,11 +38,21 @@ class _NullStream(nullcontext):
 
 
 def prepare_import() -> None:
-    """Before megatron is imported. SGLang brings flash_mla, which fails without libcuda in a way Megatron doesn't expect, and
-    flashinfer, whose import takes seconds and serves GPUs only."""
-    if not torch.cuda.is_available():
-        for name in ("flash_mla", "flashinfer"):
-            sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None makes the import an ordinary ImportError
+    """Before megatron is imported. Without a GPU it is imported here, without what takes seconds and serves GPUs only.
+
+    SGLang brings flash_mla, which fails without libcuda in a way Megatron doesn't expect, flashinfer and flash_attn. And
+    Megatron has some functions compiled, which loads torch's compilers; the few that run here do so as they are written.
+    """
+    if torch.cuda.is_available():
+        return
+    for name in ("flash_mla", "flashinfer", "flash_attn"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # None makes the import an ordinary ImportError
+    compiler = torch.compile
+    torch.compile = lambda function: function  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core.jit")
+    finally:
+        torch.compile = compiler
 
 
 def install() -> None:

@@ -25,6 +25,10 @@ class ServerSource(Protocol):
         """False if its process has ended; True if it runs, or if that can't be known."""
         ...
 
+    async def end(self) -> None:
+        """End what is left of it, if it is ours."""
+        ...
+
     async def restart(self) -> str:
         """End what is left of it, start it anew, return its address once it answers. RuntimeError if it doesn't."""
         ...
@@ -179,6 +183,7 @@ class Fleet:
 
     async def _revive(self, dead: Server) -> None:
         slot = dead.slot
+        await self._sources[slot].end()  # it may hold memory that the trainer wants before it may start again
         while self._in_a_row[slot] < MAX_RESTARTS:
             await self.may_start.wait()
             self._in_a_row[slot] += 1

@@ -15,11 +15,13 @@ from typing import IO, Self
 
 import httpx
 
+from dapo_megatron.addresses import free_port, tcp_socket, url_host
+
 # Becomes the server after it has asked the kernel to kill it when its owner dies, however that dies (PR_SET_PDEATHSIG
 # is 1). A program of its own instead of Popen's preexec_fn, which may deadlock in a process with threads.
 # Its children need not notice its death (vLLM's don't): a forked process waits for it, and then ends the whole group.
-# The servers spawn their processes, which then import everything again: 25 CPU seconds and a gigabyte each. Without CUDA
-# there is no reason against forking them.
+# The servers spawn their processes, which then import everything again: 20 CPU seconds and a gigabyte each. Without CUDA
+# there is no reason against forking them, and what serves GPUs only, or SGLang's dumps of a trainer's tensors, isn't imported.
 _LAUNCHER = """
 import ctypes, os, signal, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -37,6 +39,7 @@ if os.fork() == 0:
     os.killpg(0, signal.SIGKILL)
 if device != "cpu":
     os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+sys.modules |= dict.fromkeys(("flash_attn", "flashinfer", "megatron"))
 import multiprocessing, runpy
 set_start_method, get_context = multiprocessing.set_start_method, multiprocessing.get_context
 multiprocessing.set_start_method = lambda method, force=False: set_start_method("fork", force=True)
@@ -45,16 +48,9 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nothing listens on now."""
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return s.getsockname()[1]
-
-
 def check_port_free(port: int, host: str = "127.0.0.1") -> None:
     """Raise ValueError if `port` cannot be listened on."""
-    with socket.socket() as s:
+    with tcp_socket(host) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
@@ -115,7 +111,7 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
+        return f"http://{url_host(self.host)}:{self.port}"
 
     @property
     def pid(self) -> int | None:

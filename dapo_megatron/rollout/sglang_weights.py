@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import re
-import socket
 import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from dapo_megatron.addresses import address_towards
 from dapo_megatron.rollout.server_client import KEEPALIVE_S
 
 # SGLang fuses these projections; the order is that of the fused rows.
@@ -204,7 +204,7 @@ class SGLangWeightSender(SGLangSender):
 
         self._connect()
         self._group_name = f"dapo-{sender}-of-{num_senders}-{uuid.uuid4().hex[:8]}"  # one left by a crash is in nobody's way
-        address, timeout = self._own_address(), timedelta(seconds=self.timeout_s)
+        address, timeout = address_towards(urlsplit(self.url).hostname or ""), timedelta(seconds=self.timeout_s)
         world_size = 1 + self.layout.tp
         store = dist.TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False, timeout=timeout)
         with ThreadPoolExecutor(1) as pool:
@@ -274,13 +274,6 @@ class SGLangWeightSender(SGLangSender):
                 dist.destroy_process_group(self._group)
             self._group = None
         self._disconnect()
-
-    def _own_address(self) -> str:
-        """The address under which the server sees this host. Connecting a UDP socket sends nothing."""
-        server = urlsplit(self.url)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
-            s.connect((server.hostname, server.port or 80))
-            return s.getsockname()[0]
 
 
 def _process_group(backend: str, store: Any, world_size: int, name: str, timeout: timedelta) -> Any:

@@ -2,10 +2,8 @@
 
 import gc
 import math
-import multiprocessing as mp
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +13,16 @@ import numpy as np
 import psutil
 import torch
 
+from dapo_megatron.addresses import free_port
 from dapo_megatron.algo.packing import concatenate, pack_minibatch_for
 from dapo_megatron.algo.samples import set_weights
 from dapo_megatron.audit.reference import ReferencePolicy, ReferenceStep, clip_scale
 from dapo_megatron.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from dapo_megatron.records import Sample
 from dapo_megatron.weights.hub_names import hub_tensors
+from tests.forking import CONTEXT, preload
 
+preload("dapo_megatron.policy.worker", "tests.distributed.harness")  # takes longer than a test
 JOB_TIMEOUT_S = 120.0
 MAX_THREADS = 250  # of a rank's process; what process groups leave behind takes time from the others: it is replaced then
 VOCAB = 67  # not a multiple of 2: vocabulary padding is always at work
@@ -185,14 +186,8 @@ class ReferenceTrainer(ReferencePolicy):
         return [item for name, param in self.model.named_parameters() for item in hub_tensors(name, param.detach())]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
 def _serve(connection: Any) -> None:
-    """A rank's process: importing Megatron takes longer than a test, so processes live as long as the test session."""
+    """A rank's process."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     from megatron.core import parallel_state
@@ -219,19 +214,18 @@ class RankPool:
     """Processes that become gloo ranks, job after job."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("spawn")
         self._workers: list[tuple[Any, Any]] = []
 
     def run(self, target: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         """target(rank, *args) on `world` ranks; the results in rank order."""
         new: list[Any] = []
         while len(self._workers) < world:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,))  # not daemonic: checkpointing spawns
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(target=_serve, args=(theirs,))  # not daemonic: checkpointing spawns
             process.start()
             self._workers.append((process, ours))
             new.append(ours)
-        for connection in new:  # whoever has imported everything would lose patience with the others
+        for connection in new:  # whoever is ready would lose patience with the others
             connection.recv()
         port = free_port()
         for rank in range(world):

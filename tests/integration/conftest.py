@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from dapo_megatron.addresses import free_port
 from dapo_megatron.config import ModelConfig
-from dapo_megatron.rollout.server_process import free_port
 from dapo_megatron.rollout.sglang_server import SGLangServer
 from dapo_megatron.rollout.vllm_server import VLLMServer
 from dapo_megatron.weights.source import resolve_model

@@ -1,31 +1,32 @@
 """Updates that aren't finite in a whole run: one is skipped and the run goes on, too many in a row end it."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import pytest
 
 from dapo_megatron.samples_file import load_samples
 from dapo_megatron.telemetry.metrics import read_metrics
-from tests.integration.cli_run import CliRun
-
-SETTINGS = ("rollout.engine=local", "run.steps=2", "parallel.tp=1", "parallel.sequence_parallel=false")
-# The first response's advantages of the first step become nan, as those of a broken reward would.
-NAN_ADVANTAGE = """
-from dapo_megatron import train
-built = train.build_samples
-def spoiled(groups, *, version, **rest):
-    samples = built(groups, version=version, **rest)
-    if version == 0:
-        samples[0].advantages[:] = float("nan")
-    return samples
-train.build_samples = spoiled
-"""
+from tests.integration.solo import SoloRun
 
 
-@pytest.mark.slow
+def spoil_advantages() -> None:
+    """The first response's advantages of the first step become nan, as those of a broken reward would."""
+    from dapo_megatron import train
+
+    built = train.build_samples
+
+    def spoiled(groups: Any, *, version: int, **rest: Any) -> Any:
+        samples = built(groups, version=version, **rest)
+        if version == 0:
+            samples[0].advantages[:] = float("nan")
+        return samples
+
+    train.build_samples = spoiled
+
+
 def test_one_is_skipped_and_the_run_goes_on(root: Path, tmp_path: Path) -> None:
-    run = CliRun(root, tmp_path, *SETTINGS, before=NAN_ADVANTAGE)
+    run = SoloRun(root, tmp_path / "runs", "run.steps=2", hook=spoil_advantages)
     output = " ".join(run.finish().split())
     path = run.folder / "nonfinite" / "step_000001_update_0.npz"
     assert "warning: step 1, update 0: loss nan, gradient norm nan; skipped" in output and str(path) in output
@@ -39,10 +40,9 @@ def test_one_is_skipped_and_the_run_goes_on(root: Path, tmp_path: Path) -> None:
     assert first["optimizer/nonfinite_in_a_row"] == second["optimizer/nonfinite_in_a_row"] == 0
 
 
-@pytest.mark.slow
 def test_too_many_in_a_row_end_the_run(root: Path, tmp_path: Path) -> None:
     """A learning rate that makes the weights overflow in the first update; all others of the step are nan then."""
-    run = CliRun(root, tmp_path, *SETTINGS, "optimizer.lr=1e30", "optimizer.prompts_per_minibatch=2")
+    run = SoloRun(root, tmp_path / "runs", "run.steps=2", "optimizer.lr=1e30", "optimizer.prompts_per_minibatch=2")
     output = " ".join(run.finish(1).split())
     assert "more than optimizer.max_skipped_updates (3): resume from the last checkpoint with a lower optimizer.lr" in output
     assert "step 1, update 4:" in output and "Traceback" not in output

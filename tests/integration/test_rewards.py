@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -61,6 +62,8 @@ def test_verdicts(cfg: Config, model_dir: str, tmp_path: Path) -> None:
     assert group.correct.tolist() == [True, False] and group.texts[0].endswith("12")
     assert group.raw_reward.tolist() == [1.0, -1.0]
     assert group.reward_s > 0 and group.num_errors == 0
+    loaded = ray.get(pool._workers[0].__ray_call__.remote(lambda self: "torch" in sys.modules))
+    assert not loaded  # it takes seconds and 600 MB
 
 
 def set_verifier(pool: RewardPool, verifier: Callable[[str, str], object]) -> None:

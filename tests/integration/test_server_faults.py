@@ -37,6 +37,9 @@ class Process:
     async def alive(self) -> bool:
         return self.server.alive
 
+    async def end(self) -> None:
+        await asyncio.to_thread(self.server.stop)
+
     async def restart(self) -> str:
         def anew() -> str:
             self.server.stop()

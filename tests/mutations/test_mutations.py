@@ -3,6 +3,7 @@
 A mutation that no test notices fails here, and so does one that can't be applied any more: the table then has to follow.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from xml.etree import ElementTree
 
 import pytest
@@ -35,18 +37,32 @@ def patched(root: Path, mutation: Mutation) -> str:
     return text.replace(mutation.old, mutation.new)
 
 
-def failure(copy: Path, test: str) -> str:
+class Runner:
+    """Runs pytest in a folder, see runner.py."""
+
+    def __init__(self, root: Path) -> None:
+        env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+        command = [sys.executable, str(Path(__file__).with_name("runner.py")), str(TIMEOUT_S)]
+        self._process = subprocess.Popen(command, cwd=root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __call__(self, folder: Path, *arguments: str) -> tuple[int, str]:
+        """Exit code and output."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps([str(folder), *arguments]), file=self._process.stdin, flush=True)
+        code = int(self._process.stdout.readline())
+        return code, (folder / "output.txt").read_text(encoding="utf-8")
+
+    def end(self) -> None:
+        self._process.communicate(timeout=TIMEOUT_S)
+
+
+def failure(runner: Runner, copy: Path, test: str) -> str:
     """Runs one test of the copy, which has to fail in its own assertions: not when it is set up, collected or imported."""
     report = copy / "report.xml"
-    options = ["-q", "-x", "-m", "", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    env = {**os.environ, "PYTHONPATH": str(copy)}  # for the processes that the test starts
-    env.pop("PYTEST_ADDOPTS", None)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", test, *options], cwd=copy, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
-    )
-    output = done.stdout[-5000:] + done.stderr[-2000:]
-    assert done.returncode != 0, f"no test noticed: {test} is green\n{output}"
-    assert done.returncode == 1, f"pytest ended with {done.returncode}, so {test} was not run: does it exist?\n{output}"
+    code, output = runner(copy, test, "-q", "-x", "-m", "", "-p", "no:cacheprovider", f"--junitxml={report}")
+    output = output[-5000:]
+    assert code != 0, f"no test noticed: {test} is green\n{output}"
+    assert code == 1, f"pytest ended with {code}, so {test} was not run: does it exist?\n{output}"
     found = ElementTree.parse(report).findall(".//testcase/failure")
     assert len(found) == 1, f"{test} was not run to its assertions\n{output}"
     # the failing statement and what pytest says of it, without the statements before it
@@ -60,26 +76,37 @@ def test_the_table_is_up_to_date(root: Path, mutation: Mutation) -> None:
     assert f"def {name}(" in (root / path).read_text(encoding="utf-8"), f"{path} has no {name}"
 
 
-def told_of(root: Path, copy: Path, mutation: Mutation) -> str:
+def told_of(root: Path, copy: Path, mutation: Mutation, runners: SimpleQueue[Runner]) -> str:
     """What a test says of a copy of the package with the mutation in it."""
     for name in ("dapo_megatron", "tests", "configs"):
-        shutil.copytree(root / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "mutations"))
+        ignored = shutil.ignore_patterns("mutations", "*.pyc.*")  # the latter are being written
+        shutil.copytree(root / name, copy / name, ignore=ignored)
     shutil.copy(root / "pyproject.toml", copy)
     (copy / "conftest.py").write_text(_CONFTEST, encoding="utf-8")
     (copy / mutation.file).write_text(patched(root, mutation), encoding="utf-8")
-    return failure(copy, mutation.test)
+    runner = runners.get()
+    try:
+        return failure(runner, copy, mutation.test)
+    finally:
+        runners.put(runner)
 
 
 @pytest.fixture(scope="module")
 def told(
     request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[str]]]:
-    """The running tests of all mutations that this session has chosen; two at a time, since most wait for imports."""
+    """The running tests of all mutations that this session has chosen; two at a time."""
     items = [item for item in request.session.items if getattr(item, "originalname", "") == "test_turns_the_suite_red"]
     chosen = [item.callspec.params["mutation"] for item in items]  # type: ignore[attr-defined]
-    pool = ThreadPoolExecutor(2)
-    yield {one.name: pool.submit(told_of, root, tmp_path_factory.mktemp("mutation"), one) for one in chosen}
+    runners: SimpleQueue[Runner] = SimpleQueue()
+    started = [Runner(root) for _ in range(2)]
+    for runner in started:
+        runners.put(runner)
+    pool = ThreadPoolExecutor(len(started))
+    yield {one.name: pool.submit(told_of, root, tmp_path_factory.mktemp("mutation"), one, runners) for one in chosen}
     pool.shutdown(cancel_futures=True)
+    for runner in started:
+        runner.end()
 
 
 @pytest.mark.slow

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from dapo_megatron.addresses import free_port
 from dapo_megatron.records import Completion
 from dapo_megatron.rollout.engine import GenerateRequest, SamplingParams
 from dapo_megatron.rollout.fleet import MAX_FAILURES, MAX_RESTARTS
 from dapo_megatron.rollout.http_engine import HttpEngine
-from dapo_megatron.rollout.server_process import free_port
 from tests.sglang_engines import Source, make_engine
 
 PARAMS = SamplingParams(5)

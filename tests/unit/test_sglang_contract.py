@@ -105,6 +105,7 @@ def bodies_we_send(model_dir: Path) -> list[tuple[str, str, dict[str, Any]]]:
 
 _COMPARE = """
 import dataclasses, inspect, json, sys, typing
+sys.modules |= dict.fromkeys(("flash_attn", "flashinfer", "megatron"))  # as in our servers on CPU
 import msgspec
 from sglang.srt.entrypoints.http_server import app
 from sglang.srt.managers import io_struct

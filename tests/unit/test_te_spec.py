@@ -241,10 +241,9 @@ def _splits() -> dict[str, Any]:
 def _main(folder: Path) -> None:
     import torch
 
-    from dapo_megatron.policy import cpu_backend
-
-    cpu_backend.prepare_import()
     _stub_compiled_half()
+    from dapo_megatron.policy import cpu_backend  # imports Megatron
+
     cpu_backend.install()  # tensors for "cuda" are made on the CPU
     with mock.patch("torch.cuda.is_available", return_value=True):
         result = _models(folder) | _splits()

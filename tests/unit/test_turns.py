@@ -352,9 +352,13 @@ def test_after_a_step_that_failed_servers_are_not_asked_twice_and_can_be_publish
 @pytest.mark.parametrize("path", ["/release_memory_occupation", "/resume_memory_occupation"])
 def test_a_server_that_fails_is_started_anew_when_the_trainer_has_given_the_device_back(tmp_path: Path, path: str) -> None:
     started: list[bool] = []
+    ended: list[bool] = []
     offloaded = False
 
     class Restarting(Source):
+        async def end(self) -> None:
+            ended.append(offloaded)
+
         async def restart(self) -> str:
             started.append(offloaded)
             return "http://new"
@@ -381,4 +385,5 @@ def test_a_server_that_fails_is_started_anew_when_the_trainer_has_given_the_devi
 
     world.run(work)
     assert started == [True]
+    assert ended == [path.startswith("/resume")]  # at once, so that the trainer gets its memory
     assert not [call for call in of(world.calls, "new") if "memory" in call]  # it has all of its own
