@@ -1,6 +1,7 @@
 """Which process does what and where: computed from the configuration alone, printed by --dry-run."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dapo_megatron.config import Config, ParallelConfig
@@ -42,12 +43,19 @@ def rank_places(config: Config) -> list[RankPlace]:
     ]
 
 
+def num_started_servers(config: Config) -> int:
+    """Servers that the run starts: none for the local engine, nor where others' are used."""
+    r = config.rollout
+    return 0 if r.engine == "local" or r.servers else r.num_servers
+
+
 def server_places(config: Config) -> list[ServerPlace]:
-    """All rollout servers: on the trainer's GPUs if colocated, else on those after them; none is split over nodes."""
+    """All rollout servers that the run starts: on the trainer's GPUs if colocated, else on those after them; none is split over
+    nodes."""
     r, per_node = config.rollout, config.cluster.gpus_per_node
     places = []
     slot = 0 if config.cluster.colocate else config.world_size
-    for server in range(r.num_servers):
+    for server in range(num_started_servers(config)):
         if r.tp <= per_node and slot % per_node + r.tp > per_node:
             slot = math.ceil(slot / per_node) * per_node
         gpus = tuple((slot + i) % per_node for i in range(r.tp))
@@ -102,10 +110,9 @@ def layout_text(config: Config) -> str:
     lines = [f"Trainer: {len(ranks)} Megatron ranks = {sizes_text(p)}"]
     lines += [f"  {'rank':>5} {'tp':>3} {'pp':>3} {'cp':>3} {'dp':>3} {'node':>5} {'gpu':>4}"]
     lines += [f"  {r.rank:>5} {r.tp:>3} {r.pp:>3} {r.cp:>3} {r.dp:>3} {r.node:>5} {r.gpu:>4}" for r in ranks]
-    where = "on the trainer's GPUs" if c.cluster.colocate else "on GPUs of their own"
-    lines += [f"Rollout: {len(servers)} {c.rollout.engine} engine(s), tp {c.rollout.tp}, {where}"]
-    lines += [f"  {'server':>6} {'node':>5} {'gpus':>8} {'port':>6}"]
-    lines += [f"  {x.server:>6} {x.node:>5} {_span(x.gpus):>8} {x.port or 'any':>6}" for x in servers]
+    lines += [f"Rollout: {rollout_text(c)}"]
+    lines += [f"  {'server':>6} {'node':>5} {'gpus':>8} {'port':>6}"] if servers else []
+    lines += [f"  {x.server:>6} {x.node:>5} {spans(x.gpus):>8} {x.port or 'any':>6}" for x in servers]
     lines += [f"Reward: {c.reward.num_workers} worker(s), verifier {c.reward.verifier}"]
     lines += [f"Nodes: {nodes} with {c.cluster.gpus_per_node} GPUs each; without GPUs all run on one machine's cores"]
     responses = s.prompts_per_step * s.samples_per_prompt
@@ -120,5 +127,26 @@ def layout_text(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _span(gpus: tuple[int, ...]) -> str:
-    return str(gpus[0]) if len(gpus) == 1 else f"{gpus[0]}-{gpus[-1]}"
+def rollout_text(config: Config) -> str:
+    """Which engines, and on what."""
+    r = config.rollout
+    if r.engine == "local":
+        return "the local engine, on CPU"
+    if r.servers:
+        return f"{len(r.servers)} {r.engine} server(s) that others started"
+    if config.cluster.device == "cpu":
+        where = "on the same cores"
+    else:
+        where = "on the trainer's GPUs" if config.cluster.colocate else "on GPUs of their own"
+    return f"{r.num_servers} {r.engine} server(s), tp {r.tp}, {where}"
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """In their order, neighbours as ranges: "0-3,7"."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)

@@ -45,6 +45,8 @@ class RunFolder:
         if checkpoint:
             state = _read_state(checkpoint)
         self.resumed_step: int = state["step"]
+        self.saved_step = self.resumed_step  # what a run that is started again goes on from
+        self._writer: MetricsWriter | None = None
         self._pending_row: dict[str, float] | None = state["row"]
         self.changes = _changes(state["config"], resolved_yaml(cfg))
         fixed = [change for change in self.changes if change.startswith(_FIXED)]
@@ -110,10 +112,15 @@ class RunFolder:
         exported = (self.path / "hf").exists() or not self.cfg.checkpoint.export_hf
         return self.resumed_step >= self.cfg.run.steps and exported
 
+    @property
+    def progressed(self) -> bool:
+        """A step has been finished since the folder was opened."""
+        return self._writer is not None and self._writer.last_step > self.resumed_step
+
     @contextmanager
     def metrics(self) -> Iterator[MetricsWriter]:
         """Rows of steps that will be done again are dropped; one that the checkpoint's step didn't get to write is written."""
-        writer = MetricsWriter(self.path, self.resumed_step + 1 if self.checkpoint else 0)
+        self._writer = writer = MetricsWriter(self.path, self.resumed_step + 1 if self.checkpoint else 0)
         if self._pending_row is not None and writer.last_step < self.resumed_step:
             writer.write(self.resumed_step, self._pending_row)
         try:
@@ -153,6 +160,7 @@ class RunFolder:
         partial.rename(partial.with_name(f"step_{step:06d}"))
         for directory in (partial.parent, self.path):
             sync(directory)  # before older ones go
+        self.saved_step = step
         for old in checkpoints(self.path)[: -self.cfg.checkpoint.keep]:
             shutil.rmtree(old)
 

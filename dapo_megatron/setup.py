@@ -38,21 +38,31 @@ class Prepared:
 
     def facts(self, folder: RunFolder) -> dict[str, object]:
         """For the console's header."""
-        parallel, rollout = self.cfg.parallel, self.cfg.rollout
         start = f", resuming after step {folder.resumed_step} ({folder.checkpoint})" if folder.checkpoint else ""
         changed = {"changed": "; ".join(folder.changes)} if folder.changes else {}
         damaged = {"damaged": folder.damaged} if folder.damaged else {}
         sharing = sharing_text(self.cfg, self.stream.mean_prompt_tokens)
-        warning = f", {self.num_overlap} of the data set's problems are trained on as well!" if self.num_overlap else ""
+        evaluation = self.eval_facts()
         return {
             "run": f"{folder.path}{start}",
             **changed,
             **damaged,
-            "model": f"{self.cfg.model.path} ({self.cfg.model.dtype})",
+            "model": evaluation["model"],
             "prompts": self.stream.summary,
-            "held out": f"{len(self.eval_prompts)} prompts{self.held_out_dropped}{warning}",
-            "trainer": f"{self.cfg.world_size} rank(s): {sizes_text(parallel)}",
+            "held out": evaluation["held out"],
+            "trainer": f"{self.cfg.world_size} rank(s): {sizes_text(self.cfg.parallel)}",
             **({"sharing": sharing} if sharing else {}),
+            "rollout": evaluation["rollout"],
+        }
+
+    def eval_facts(self) -> dict[str, object]:
+        """The same for an evaluation by itself."""
+        rollout = self.cfg.rollout
+        warning = f", {self.num_overlap} of the data set's problems are trained on as well!" if self.num_overlap else ""
+        return {
+            "model": f"{self.cfg.model.path} ({self.cfg.model.dtype})",
+            "data": self.cfg.data.eval.path,
+            "held out": f"{len(self.eval_prompts)} prompts{self.held_out_dropped}{warning}",
             "rollout": f"{rollout.engine}, {rollout.num_servers} server(s)" if rollout.engine != "local" else rollout.engine,
         }
 

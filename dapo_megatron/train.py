@@ -18,6 +18,7 @@ from dapo_megatron.records import MicroBatch, Sample
 from dapo_megatron.rollout.ahead import Batches
 from dapo_megatron.run_folder import RunFolder
 from dapo_megatron.setup import Prepared, make_sampler, prepare
+from dapo_megatron.stopping import CutOff, ProcessLost, StopAsked, StopSignal
 from dapo_megatron.telemetry.console import RunConsole
 from dapo_megatron.telemetry.measure import Phases, measure_step
 from dapo_megatron.telemetry.samples import write_samples
@@ -104,8 +105,10 @@ def learning_rate(cfg: Config, step: int) -> float:
 async def train(run: Run) -> None:
     """All steps that are left, and the export of the policy."""
     policy, folder = run.cluster.policy, run.folder
-    await folder.load_policy(policy.load)
     async with run.publisher, run.batches:
+        if folder.checkpoint:
+            async with run.publisher.checkpoint():
+                await folder.load_policy(policy.load)
         await run.publisher.publish(version=folder.resumed_step)
         await take_steps(run)
     if run.cfg.checkpoint.export_hf:
@@ -115,27 +118,39 @@ async def train(run: Run) -> None:
 
 
 async def take_steps(run: Run) -> None:
-    """With evaluation and checkpoints where the configuration wants them."""
+    """With evaluation and checkpoints where the configuration wants them. CutOff if the run was asked to stop."""
     cfg, policy, folder = run.cfg, run.cluster.policy, run.folder
     with folder.metrics() as writer:
         run.guard.resume(writer.last_row)
         if folder.resumed_step == 0 and cfg.eval.every >= 0:
             writer.write(0, await evaluate(run, 0))
+        row: dict[str, float] = {}
         for step in range(folder.resumed_step + 1, cfg.run.steps + 1):
             run.phases.begin_step()
-            row = await dapo_step(run, step)
+            try:
+                row = await dapo_step(run, step)
+            except StopAsked:  # of this step nothing has been done
+                await checkpoint(run, step - 1, row)
+                raise CutOff(f"stopped after step {step - 1} as asked to; started again the run goes on there") from None
             if is_due(step, cfg.eval.every, cfg.run.steps):
                 row |= await evaluate(run, step)
             row |= run.phases.metrics(row, run.prepared.stream, await policy.peak_memory_gb())
             if is_due(step, cfg.checkpoint.every, cfg.run.steps):
-                with run.phases("rollout"):
-                    await run.batches.finish()  # what is collected ahead is saved too
-                with run.phases("checkpoint"):
-                    async with run.publisher.checkpoint():
-                        await folder.save_checkpoint(step, row, policy.save, run.batches, run.prepared.stream)
+                await checkpoint(run, step, row)
                 row |= run.phases.seconds()
             run.console.step(step, row)
             writer.write(step, row)
+
+
+async def checkpoint(run: Run, step: int, row: dict[str, float]) -> None:
+    """The state after `step`, unless that is saved already, or is what a run starts with."""
+    if step == run.folder.saved_step:
+        return
+    with run.phases("rollout"):
+        await run.batches.finish()  # what is collected ahead is saved too
+    with run.phases("checkpoint"):
+        async with run.publisher.checkpoint():
+            await run.folder.save_checkpoint(step, row, run.cluster.policy.save, run.batches, run.prepared.stream)
 
 
 def is_due(step: int, every: int, last: int) -> bool:
@@ -152,23 +167,33 @@ async def evaluate(run: Run, step: int) -> dict[str, float]:
 
 
 def main(cfg: Config, resume: str) -> int:
-    """The run, from preparation to the end; returns the exit code. Raises ValueError and RuntimeError for users to read."""
-    with RunFolder.open(cfg, resume) as folder, RunConsole(cfg.run.steps) as console:
+    """The run, from preparation to the end; returns the exit code. Raises ValueError and RuntimeError for users to read, among
+    them CutOff."""
+    with StopSignal() as stop, RunFolder.open(cfg, resume) as folder, RunConsole(cfg.run.steps) as console:
         prepared = prepare(cfg)
         folder.load_state("stream", prepared.stream)
         console.header(prepared.facts(folder))
         if folder.finished:
             console.note(f"all {cfg.run.steps} steps are done: raise run.steps to go on, or use --resume never")
             return 0
-        with start_cluster(cfg, prepared.model_dir, prepared.eos_ids, folder.path, console.note) as cluster:
-            console.header(cluster.policy.kernels())
-            batches = Batches(make_sampler(cfg, prepared, cluster), cfg)
-            folder.load_state("sampler", batches)
-            checks = cfg.publish.check, logprob_tolerance(cfg)
-            publisher = Publisher(cluster.policy, cluster.engine, *checks, turns=cluster.turns)
-            evaluator = Evaluator(cfg, cluster.engine, cluster.rewards.score, prepared.eval_prompts, prepared.eos_ids)
-            guard = NonfiniteGuard(folder.path, cfg.optimizer.max_skipped_updates, console.note)
-            run = Run(cfg, cluster, prepared, batches, publisher, evaluator, guard, folder, console, Phases(console))
-            asyncio.run(train(run))
+        try:
+            with start_cluster(cfg, prepared.model_dir, prepared.eos_ids, folder.path, console.note) as cluster:
+                console.header(cluster.policy.kernels() | cluster.places)
+                asyncio.run(train(make_run(cluster, prepared, folder, console, stop)))
+        except ProcessLost as error:
+            if not folder.progressed:
+                raise  # what is too much for the machine would be again
+            raise CutOff(f"{error}; started again the run goes on after step {folder.saved_step}") from error
         console.summary()
     return 0
+
+
+def make_run(cluster: Cluster, prepared: Prepared, folder: RunFolder, console: RunConsole, stop: StopSignal) -> Run:
+    cfg = prepared.cfg
+    batches = Batches(make_sampler(cfg, prepared, cluster), cfg, stop)
+    folder.load_state("sampler", batches)
+    checks = cfg.publish.check, logprob_tolerance(cfg)
+    publisher = Publisher(cluster.policy, cluster.engine, *checks, turns=cluster.turns)
+    evaluator = Evaluator(cfg, cluster.engine, cluster.rewards.score, prepared.eval_prompts, prepared.eos_ids)
+    guard = NonfiniteGuard(folder.path, cfg.optimizer.max_skipped_updates, console.note)
+    return Run(cfg, cluster, prepared, batches, publisher, evaluator, guard, folder, console, Phases(console))

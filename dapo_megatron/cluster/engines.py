@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import httpx
 import numpy as np
 import ray
 
+from dapo_megatron.cluster.placement import Place, Spot, here
 from dapo_megatron.cluster.session import gather_all, get_all, is_own_session, redirect_output
 from dapo_megatron.config import Config
 from dapo_megatron.layout import ranks_under_servers
@@ -36,22 +38,29 @@ _PROCESSES = {"sglang": SGLangServer, "vllm": VLLMServer}
 class ServerOwner:
     """Owns one server (rollout.engine), which dies with it."""
 
-    def __init__(self, engine: str, options: dict[str, Any], log: str) -> None:
+    def __init__(self, engine: str, options: dict[str, Any], log: str, gpus: str) -> None:
         redirect_output(log)
+        if gpus:  # others than Ray has given it: none, since they are the trainer's too
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+        self._gpus = tuple(gpus.split(",")) if gpus else ()
         self._process = _PROCESSES[engine]
         # Of a cluster's node: the address that trainer ranks on other nodes reach.
         self._options = {**options, "host": options["host"] or ray.util.get_node_ip_address()}
         self._server = self._process(**self._options)
 
-    def start(self) -> str:
+    def start(self) -> tuple[str, Place]:
         self._server.start()
-        return self._server.url
+        place = here()
+        return self._server.url, replace(place, gpus=self._gpus or place.gpus)
 
     def restart(self) -> str:
         """On a free port if any will do: what is left of the old one's connections is in nobody's way."""
         self._server.stop()
         self._server = self._process(**self._options)
-        return self.start()
+        return self.start()[0]
+
+    def stop(self) -> None:
+        self._server.stop()
 
     def alive(self) -> bool:
         return self._server.alive
@@ -68,6 +77,10 @@ class OwnedServer:
         with contextlib.suppress(RuntimeError):  # its owner is dead
             return await self._ask("alive")
         return False
+
+    async def end(self) -> None:
+        with contextlib.suppress(RuntimeError):  # its owner is dead, and it with it
+            await self._ask("stop")
 
     async def restart(self) -> str:
         try:
@@ -97,6 +110,9 @@ class OthersServer:
             return True  # the network's fault, perhaps
         writer.close()
         return True
+
+    async def end(self) -> None:
+        """Not ours to end."""
 
     async def restart(self) -> str:
         """Waits until it answers again."""
@@ -163,7 +179,7 @@ class RemoteLocalEngine(OneServer):
 
 class Engines:
     """Starts what the configuration asks for; `engine` is there after end_start. `device` ("cpu", "cuda"): of the servers.
-    `options`: Ray's, for each server that is started. `note`: see HttpEngine."""
+    `spots`: of the servers that are started. `note`: see HttpEngine."""
 
     def __init__(
         self,
@@ -172,7 +188,7 @@ class Engines:
         eos_ids: tuple[int, ...],
         log_dir: str,
         device: str,
-        options: list[dict[str, Any]],
+        spots: Sequence[Spot],
         note: Callable[[str], None],
     ) -> None:
         self._cfg, self._model_dir, self._device, self._note = cfg, model_dir, device, note
@@ -181,21 +197,19 @@ class Engines:
         self._host: Any = None  # of the local engine
         self._sources: list[OwnedServer | OthersServer] = []
         self.engine: RolloutEngine
+        self.places: list[Place] = []  # of the servers that are started
         if cfg.rollout.engine == "local":
             host = LocalEngineHost.options(num_cpus=0)  # type: ignore[attr-defined]
             self._host = host.remote(model_dir, self._dtype, eos_ids, f"{log_dir}/local_engine.log")
         elif cfg.rollout.servers:
             self._sources = [OthersServer(url, cfg.rollout.startup_timeout_s) for url in cfg.rollout.servers]
         else:
-            self._sources = [
-                OwnedServer(partial(self._make_owner, options[number], number, log_dir))
-                for number in range(cfg.rollout.num_servers)
-            ]
+            self._sources = [OwnedServer(partial(self._make_owner, spot, number, log_dir)) for number, spot in enumerate(spots)]
 
-    def _make_owner(self, placement: dict[str, Any], number: int, log_dir: str) -> Any:
-        owner = ServerOwner.options(**placement)  # type: ignore[attr-defined]
+    def _make_owner(self, spot: Spot, number: int, log_dir: str) -> Any:
+        owner = ServerOwner.options(**spot.options)  # type: ignore[attr-defined]
         options = self._server_options(number, log_dir)
-        return owner.remote(self._cfg.rollout.engine, options, f"{log_dir}/server_{number}_owner.log")
+        return owner.remote(self._cfg.rollout.engine, options, f"{log_dir}/server_{number}_owner.log", spot.gpus)
 
     def _server_options(self, number: int, log_dir: str) -> dict[str, Any]:
         rollout = self._cfg.rollout
@@ -219,15 +233,16 @@ class Engines:
     def begin_start(self) -> list[Any]:
         return [source.owner.start.remote() for source in self._sources if isinstance(source, OwnedServer)]
 
-    def end_start(self, urls: list[str]) -> None:
-        """`urls`: what begin_start's references became."""
+    def end_start(self, started: list[tuple[str, Place]]) -> None:
+        """`started`: what begin_start's references became."""
+        self.places = [place for _, place in started]
         if self._host is not None:
             self.engine = RemoteLocalEngine(self._host, self._dtype)
             return
         rollout, publish = self._cfg.rollout, self._cfg.publish
         self.engine = HttpEngine(
             self._sources,
-            urls or rollout.servers,
+            [url for url, _ in started] or rollout.servers,
             self._client_maker(),
             self._model_dir,
             pause=publish.pause,

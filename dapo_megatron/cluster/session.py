@@ -3,18 +3,31 @@
 import asyncio
 import logging
 import os
+import secrets
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# `uv run` would make Ray rebuild the environment for every worker; ours is there already.
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# Ray reads these when it is imported, which in its workers has happened already.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # `uv run` would make Ray rebuild the environment for every worker
+os.environ.update(
+    {}
+    if os.environ.get("RAY_ADDRESS", "local") != "local" or "ray" in sys.modules
+    else {  # a session of the run's own: by token, and on loopback only, which Ray else does on other systems
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    }
+)
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from dapo_megatron.stopping import ProcessLost
+
+NODE_ADDRESS = "DAPO_NODE_ADDRESS"  # in a cluster that a Slurm job has started: this node's
 LOCAL_OBJECT_STORE_BYTES = 512 * 2**20  # batches of token ids; Ray's default takes 30% of a laptop's memory
 
 
@@ -33,7 +46,8 @@ def ray_session(hide_gpus: bool) -> Iterator[None]:
     if is_own_session():
         options["object_store_memory"] = LOCAL_OBJECT_STORE_BYTES
         options["include_dashboard"] = False
-        options["_node_ip_address"] = "127.0.0.1"  # Ray makes the machine's own address of it
+    elif NODE_ADDRESS in os.environ:
+        options["_node_ip_address"] = os.environ[NODE_ADDRESS]
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **options)
     except Exception as error:  # Ray raises plain ones too
@@ -71,7 +85,7 @@ def readable(error: RayError) -> Exception:
     if isinstance(error, RayTaskError):
         cause = error.cause
         return cause if isinstance(cause, ValueError | RuntimeError | OSError) else RuntimeError(str(error))
-    return RuntimeError(f"a process of the run died (out of memory, or killed?): {error}")
+    return ProcessLost(f"a process of the run died (out of memory, or killed?): {error}")
 
 
 def redirect_output(log: str) -> None:

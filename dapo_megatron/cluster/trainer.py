@@ -1,14 +1,18 @@
 """The trainer ranks as Ray actors, and the group through which the controller speaks to all of them."""
 
 import os
-import socket
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
+from dapo_megatron.addresses import free_port, url_host
+from dapo_megatron.cluster.placement import Place, Spot, here
 from dapo_megatron.cluster.session import gather_all, get_all, redirect_output
 from dapo_megatron.config import Config
+from dapo_megatron.layout import spans
 from dapo_megatron.records import MicroBatch
 
 Share = list[list[MicroBatch]]  # [mini-batch][micro-batch] of one data-parallel rank
@@ -24,18 +28,24 @@ class TrainerRank:
         self._worker: Any = None
 
     def address(self) -> str:
-        with socket.socket() as s:
-            s.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{s.getsockname()[1]}"
+        host = ray.util.get_node_ip_address()
+        return f"{url_host(host)}:{free_port(host)}"
 
     def start(self, cfg: Config, model_dir: str, rank: int, world_size: int, master: str) -> dict[str, Any]:
         from dapo_megatron.policy.worker import PolicyWorker
 
         self._worker = PolicyWorker(cfg, model_dir, rank, world_size, master)
-        return self._worker.describe()
+        return {**self._worker.describe(), "place": here()}
 
     def call(self, method: str, *args: Any) -> Any:
         return getattr(self._worker, method)(*args)
+
+
+def make_ranks(spots: Sequence[Spot], log_dir: str) -> list[Any]:
+    return [
+        TrainerRank.options(**spot.options).remote(f"{log_dir}/trainer_{rank}.log")  # type: ignore[attr-defined]
+        for rank, spot in enumerate(spots)
+    ]
 
 
 class PolicyGroup:
@@ -44,6 +54,7 @@ class PolicyGroup:
     def __init__(self, actors: list[Any], cfg: Config, model_dir: str) -> None:
         self._actors, self._cfg, self._model_dir = actors, cfg, model_dir
         self.facts: list[dict[str, Any]] = []  # by rank, see PolicyWorker.describe
+        self.places: list[Place] = []  # by rank
 
     def begin_start(self) -> list[Any]:
         """Start loading on every rank; give the results to end_start. In two parts so that servers can load meanwhile."""
@@ -53,6 +64,19 @@ class PolicyGroup:
 
     def end_start(self, facts: list[dict[str, Any]]) -> None:
         self.facts = facts
+        self.places = [fact["place"] for fact in facts]
+
+    def lost(self) -> str:
+        """Which ranks have died, for people; "" if none has. Takes ten seconds if some are stuck."""
+        answers = {actor.__ray_ready__.remote(): rank for rank, actor in enumerate(self._actors)}
+        done, _ = ray.wait(list(answers), num_returns=len(answers), timeout=10)
+        dead = []
+        for answer in done:
+            try:
+                ray.get(answer)
+            except RayError:
+                dead.append(answers[answer])
+        return f"trainer rank(s) {spans(sorted(dead))} died (killed, out of memory, or with their node)" if dead else ""
 
     def kernels(self) -> dict[str, object]:
         """For the console's header: which parts were chosen, TE, apex or torch."""

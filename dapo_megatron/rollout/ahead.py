@@ -7,6 +7,7 @@ from typing import Any
 from dapo_megatron.config import Config
 from dapo_megatron.rollout.sampler import DynamicSampler, SampledBatch, load_group
 from dapo_megatron.rollout.sampling_stats import SamplingStats
+from dapo_megatron.stopping import StopAsked, StopSignal
 
 
 class Batches:
@@ -20,7 +21,8 @@ class Batches:
     As a context it ends what is in flight. The sampler's state is part of its own.
     """
 
-    def __init__(self, sampler: DynamicSampler, cfg: Config) -> None:
+    def __init__(self, sampler: DynamicSampler, cfg: Config, stop: StopSignal) -> None:
+        self._stop = stop
         self._sampler, self._max_staleness, self._pause = sampler, cfg.rollout.max_staleness, cfg.publish.pause
         self._last_version = cfg.run.steps - 1  # that a batch is wanted for
         self._collecting: asyncio.Task[SampledBatch] | None = None
@@ -38,11 +40,14 @@ class Batches:
 
     async def take(self, version: int) -> SampledBatch:
         """The batch to train weights `version` with, which the engine holds. Raises what DynamicSampler.collect does, also of a
-        collect in the background; nothing is in flight then."""
+        collect in the background; nothing is in flight then. StopAsked if the run shall stop: a batch that is collected ahead
+        is waited for and kept, any other is given up."""
         await self.finish()
+        if self._stop.asked:
+            raise StopAsked
         batch, self._next = self._next, None
         if batch is None:
-            batch = await self._sampler.collect(version)
+            batch = await self._stop.cut(self._sampler.collect(version))
         if self._max_staleness and version < self._last_version:
             work = self._sampler.collect(version, version + self._max_staleness, resample=self._pause == "abort")
             self._collecting = asyncio.create_task(work)

@@ -1,6 +1,7 @@
 """From what a step produced to its metrics (names and meanings: metrics.METRICS)."""
 
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
+import psutil
 
 from dapo_megatron.algo.objective import merge_stats
 from dapo_megatron.algo.off_policy import effective_sample_size
@@ -17,14 +19,28 @@ from dapo_megatron.telemetry.console import PHASES, RunConsole
 Stats = dict[str, float]
 
 
+JOB_STARTED = "DAPO_JOB_STARTED"  # when the Slurm job began, in seconds since 1970: its script sets this
+
+
+def seconds_since_start() -> float:
+    """Of the Slurm job, or else of this process."""
+    return time.time() - float(os.environ.get(JOB_STARTED) or psutil.Process().create_time())
+
+
 class Phases:
     """Names the phase on the console and adds up the seconds of each within a step."""
 
     def __init__(self, console: RunConsole) -> None:
         self._console = console
-        self.begin_step()
+        self._startup: dict[str, float] | None = None
+        self._begin_clock()
 
     def begin_step(self) -> None:
+        if self._startup is None:
+            self._startup = {"time/startup_s": seconds_since_start()}
+        self._begin_clock()
+
+    def _begin_clock(self) -> None:
         self._seconds: dict[str, float] = {}
         self._begin = time.monotonic()
 
@@ -46,11 +62,13 @@ class Phases:
     def metrics(self, values: Mapping[str, float], stream: Any, peak_memory_gb: float) -> dict[str, float]:
         """Times and rates of the step so far, and the state of the prompt stream. `values`: the step's other metrics."""
         seconds = self._seconds
+        startup, self._startup = self._startup or {}, {}  # in the first step's metrics only
         rates = {
             "throughput/generated_tokens_per_s": values["tokens/generated"] / max(values["time/collect_s"], 1e-9),
             "throughput/trained_tokens_per_s": values["tokens/packed"] / max(seconds.get("update", 0.0), 1e-9),
         }
         return {
+            **startup,
             **self.seconds(),
             **rates,
             "memory/peak_gb": peak_memory_gb,

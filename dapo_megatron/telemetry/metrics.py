@@ -107,6 +107,7 @@ METRICS: dict[str, Metric] = {
     "engine/restarts": Metric("restarts", "of servers that were lost, since the run was started"),
     "engine/retries": Metric("requests", "sent once more, as a server did not answer, since the run was started"),
     # Seconds of wall time on the controller
+    "time/startup_s": Metric("s", "from the start of the job or the command to its first step; in that step's row only"),
     "time/rollout_s": Metric("s", "waiting for the batch; all of time/collect_s, but for rollout.max_staleness=1"),
     "time/collect_s": Metric("s", "from the first request of the step's batch until it was full; rewards are scored meanwhile"),
     "time/reward_s": Metric("s", "spent in reward workers on the resolved groups, summed over workers"),
@@ -125,11 +126,17 @@ METRICS: dict[str, Metric] = {
     "data/skipped_too_long": Metric("prompts", "prompts of the data set left out for their length"),
     # Evaluation on held-out prompts, by the weights after the step
     "eval/avg_at_k": Metric("share", "mean accuracy over prompts and k samples each"),
+    "eval/pass_at_k": Metric("share", "prompts with at least one of the k samples correct"),
+    "eval/majority_at_k": Metric(
+        "share",
+        "prompts whose most frequent answer, as the verifier spells answers, is correct; of a tie the share that is correct",
+    ),
     "eval/greedy": Metric("share", "accuracy at temperature 0"),
-    "eval/k": Metric("samples", "k of avg@k"),
+    "eval/k": Metric("samples", "k of avg@k, pass@k and majority@k"),
     "eval/prompts": Metric("prompts", "held-out prompts"),
     "eval/length_mean": Metric("tokens", "mean response length of the k samples"),
     "eval/cut_share": Metric("share", "of the k samples, cut at the length limit"),
+    "eval/verifier_errors": Metric("responses", "verdicts that failed or took over reward.timeout_s: incorrect"),
 }
 
 

@@ -45,11 +45,6 @@ def check_layout(report: Report) -> None:
             f"the servers need {servers} GPUs (num_servers x rollout.tp), but cluster.colocate shares the trainer's "
             f"{c.world_size}; use fewer servers",
         )
-    elif c.cluster.colocate and c.world_size > 1:
-        report.add(
-            "cluster.colocate",
-            "sharing GPUs works with one GPU so far (one rank, one server); give the servers GPUs of their own: false",
-        )
 
 
 def check_model(report: Report) -> None:

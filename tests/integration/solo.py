@@ -1,10 +1,8 @@
 """A whole run in one process, without Ray: for tests that start many. Only the processes are missing: command line, controller,
-Megatron rank, local engine, rewards and files are the product's own. A process starts in a moment, since it is forked from one
-that has imported everything."""
+Megatron rank, local engine, rewards and files are the product's own."""
 
 import contextlib
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
@@ -13,17 +11,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(
-    [
-        "dapo_megatron.cli",
-        "dapo_megatron.train",
-        "dapo_megatron.policy.worker",
-        "dapo_megatron.rollout.local_engine",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.auto.tokenization_auto",
-        "transformers.models.llama.modeling_llama",
-    ]
+from tests.forking import CONTEXT, preload
+
+preload(
+    "dapo_megatron.cli",
+    "dapo_megatron.train",
+    "dapo_megatron.policy.worker",
+    "dapo_megatron.rollout.local_engine",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.llama.modeling_llama",
 )
 _numbers = itertools.count()  # of the runs' outputs, which don't lie in their folders: those may be full
 ONE_RANK = ("rollout.engine=local", "parallel.tp=1", "parallel.sequence_parallel=false")
@@ -73,11 +70,11 @@ def _main(arguments: list[str], hook: Callable[[], None] | None, output: Path) -
 @contextlib.contextmanager
 def start_solo(cfg: Any, model_dir: Path, eos_ids: tuple[int, ...], run_dir: Path, note: Any) -> Iterator[Any]:
     """Takes the place of cluster.start_cluster. Groups in flight interleave token by token, in the same order in every run."""
+    from dapo_megatron.addresses import free_port
     from dapo_megatron.cluster import rewards
     from dapo_megatron.cluster.cluster import Cluster
     from dapo_megatron.policy.worker import PolicyWorker
     from dapo_megatron.rollout.local_engine import LocalEngine
-    from tests.distributed.harness import free_port
 
     rewards.redirect_output = lambda log: None  # type: ignore[assignment]
     rewards.RewardPool._new_worker = _reward_worker  # type: ignore[method-assign]
@@ -99,6 +96,7 @@ class _Here:
 
 
 def _policy(worker: Any, cfg: Any, model_dir: str) -> Any:
+    from dapo_megatron.cluster.placement import Place
     from dapo_megatron.cluster.trainer import PolicyGroup
 
     class Policy(PolicyGroup):
@@ -107,7 +105,7 @@ def _policy(worker: Any, cfg: Any, model_dir: str) -> Any:
 
     actor = SimpleNamespace(call=_Here(lambda method, *args: getattr(worker, method)(*args)))
     policy = Policy([actor], cfg, model_dir)
-    policy.end_start([worker.describe()])
+    policy.end_start([{**worker.describe(), "place": Place("", "here")}])
     return policy
 
 

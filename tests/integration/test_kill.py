@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
@@ -18,8 +19,9 @@ import pytest
 from dapo_megatron.checkpoint_files import damage
 from dapo_megatron.telemetry.metrics import read_metrics
 from tests.conftest import ROOT
+from tests.forking import CONTEXT
 from tests.integration.cli_run import CliRun, assert_same_run, kill_marked
-from tests.integration.solo import CONTEXT, SoloRun, die
+from tests.integration.solo import SoloRun, die
 from tests.small_disk import small_disk as disk_of
 
 # Small groups, so that many are filtered and each step takes another number of prompts; four groups at a time and what is over
@@ -174,6 +176,38 @@ def test_killed_with_a_batch_collected_ahead(tmp_path: Path) -> None:
         assert last_checkpoint(run) == expected, name
     run = SoloRun(ROOT, tmp_path / "killed", *settings)
     assert "resuming after step 2" in run.finish()
+    assert_same_run(one.folder, run.folder)
+
+
+def ask_to_stop() -> None:
+    os.kill(os.getpid(), signal.SIGUSR1)
+
+
+# What happens, when SIGUSR1 comes, and the step that it stops after.
+STOPS: list[tuple[str, Callable[[], None], int]] = [
+    ("while it starts", partial(at, "train:prepare", "after", action=ask_to_stop), 0),
+    ("within the first step's sampling", partial(at, f"{LOCAL}.generate", "after", 5, ask_to_stop), 0),
+    ("within an update", partial(at, "policy.policy:Policy.update", "after", action=ask_to_stop), 1),
+    ("within sampling again", partial(at, f"{LOCAL}.generate", "after", 20, ask_to_stop), 2),
+    ("within a publish", partial(at, f"{LOCAL}.load_bucket", "after", NUM_TENSORS + 5, ask_to_stop), 3),
+]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_asked_to_stop_at_any_moment(tmp_path: Path, max_staleness: int) -> None:
+    """It saves what is finished, whatever checkpoint.every says, and says so; of a step that only samples nothing is kept,
+    unless its batch is collected ahead."""
+    settings = (*SETTINGS, "run.steps=6", "checkpoint.every=0", f"rollout.max_staleness={max_staleness}")
+    one = SoloRun(ROOT, tmp_path / "whole", *settings)
+    one.finish()
+    for name, stop, expected in STOPS:
+        run = SoloRun(ROOT, tmp_path / "stopped", *settings, hook=stop)
+        said = run.finish(75).splitlines()[-1]
+        last = last_checkpoint(run)
+        assert said == f"dapo: stopped after step {last} as asked to; started again the run goes on there", name
+        assert last == expected or max_staleness, name
+    run = SoloRun(ROOT, tmp_path / "stopped", *settings)
+    assert f"resuming after step {last}" in run.finish()
     assert_same_run(one.folder, run.folder)
 
 

@@ -14,6 +14,7 @@ from dapo_megatron.records import Prompt
 from dapo_megatron.rollout.ahead import Batches
 from dapo_megatron.rollout.sampler import request_seed
 from dapo_megatron.run_folder import _decode, _encode
+from dapo_megatron.stopping import StopSignal
 from tests.unit.scripted_engine import (
     Engine,
     Stream,
@@ -57,7 +58,7 @@ class Server(Engine):
 def make_batches(engine, verdicts=varied, *, pause="drain", steps=5, max_staleness=1, **sampling):
     cfg = Config()
     cfg.run.steps, cfg.rollout.max_staleness, cfg.publish.pause = steps, max_staleness, pause
-    return Batches(make_sampler(engine, verdicts, **sampling), cfg)
+    return Batches(make_sampler(engine, verdicts, **sampling), cfg, StopSignal())
 
 
 async def take_steps(batches, engine, steps, pause="drain", rank=lambda index: index):

@@ -1,6 +1,7 @@
 """Who may import whom (the layers of the design), and that the light modules stay light."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ ALLOWED = {  # layer -> what of ours it may import, itself always included
     "algo": ("records", "config"),
     "reward": ("records",),
     "data": ("records", "config"),
-    "rollout": ("records", "config", "weights"),
+    "rollout": ("records", "config", "weights", "addresses", "stopping"),
 }
 FORBIDDEN = {"policy": ("rollout", "cluster", "train"), "weights": ("policy", "cluster", "rollout.sampler")}
 ONLY_IN = {"ray": "cluster", "megatron": "policy"}
@@ -30,6 +31,9 @@ LIGHT = (
     "model_sizes",
     "validation",
     "layout",
+    "submit",
+    "sweep",
+    "telemetry.report",
     "cli",
     "records",
     "reward.verifiers",
@@ -111,3 +115,15 @@ def test_light_modules_load_nothing_heavy(name: str) -> None:
     code = f"import sys, dapo_megatron.{name}; print(*[m for m in {HEAVY} if m in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.split() == []
+
+
+def test_a_rank_without_a_gpu_loads_no_compilers_and_no_kernels_for_gpus() -> None:
+    """They take as long as all the rest."""
+    code = "import sys, torch, dapo_megatron.policy.worker; print(*sys.modules, torch.compile.__module__)"
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=60
+    )
+    *loaded, home_of_compile = result.stdout.split()
+    heavy = ("torch._inductor.compile_fx", "flash_attn.cute", "flashinfer.jit", "cutlass", "transformers")
+    assert "megatron.core" in loaded and [name for name in heavy if name in loaded] == [] and home_of_compile == "torch"
