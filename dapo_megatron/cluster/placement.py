@@ -1,7 +1,8 @@
 """Where a run's processes stand: what Ray is asked for, and what became of it.
 
-Neighbouring trainer ranks (tensor parallel) share a node, and so do a server's GPUs. Nodes are taken in the order that Slurm
-numbers them in, elsewhere by name, so that pipeline and data-parallel neighbours are network neighbours too.
+Neighbouring trainer ranks (tensor parallel) share a node, and so do a server's GPUs. In a Slurm job all stand where layout.py
+says, by Slurm's numbers of the nodes. Elsewhere Ray chooses nodes, which are then taken in the order of their names, so that
+pipeline and data-parallel neighbours are network neighbours there too.
 """
 
 import re
@@ -16,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from dapo_megatron.cluster.session import is_own_session
 from dapo_megatron.config import Config
-from dapo_megatron.layout import num_started_servers, ranks_under_servers, spans
+from dapo_megatron.layout import num_started_servers, ranks_under_servers, server_places, spans
 
 GPU_WAIT_S = 600.0
 NODE_LABEL = "slurm-nodeid"  # Ray's label of a node that cluster.slurm_node started
@@ -56,11 +57,11 @@ def place_ranks(cfg: Config) -> list[Spot]:
     sizes = [min(per_node, cfg.world_size - first) for first in range(0, cfg.world_size, per_node)]
     if uses_gpus(cfg):
         _check_gpus(cfg.world_size)
-        nodes = _reserve("GPU", sizes, "STRICT_SPREAD" if len(sizes) > 1 else "PACK")
+        nodes = _reserve("GPU", sizes, "STRICT_SPREAD" if len(sizes) > 1 else "PACK", range(len(sizes)))
         return [Spot(_options(1, nodes[rank // per_node])) for rank in range(cfg.world_size)]
     if is_own_session():
         return [Spot()] * cfg.world_size  # all on this machine's cores
-    nodes = _reserve("CPU", [_A_CORES_SHARE] * len(sizes), "SPREAD")
+    nodes = _reserve("CPU", [_A_CORES_SHARE] * len(sizes), "SPREAD", range(len(sizes)))
     return [Spot(_options(0, nodes[rank // per_node])) for rank in range(cfg.world_size)]
 
 
@@ -73,7 +74,8 @@ def place_servers(cfg: Config, ranks: Sequence[Place] = (), num_taken: int = 0) 
         if cfg.cluster.colocate:
             return [_on_gpus_of(under, ranks) for under in ranks_under_servers(cfg)]
         _check_gpus(num_taken + number * tp)
-        return [Spot(_options(tp, bundle)) for bundle in _reserve("GPU", [tp] * number, "PACK")]
+        numbers = [place.node for place in server_places(cfg)] if num_taken else []  # else there is no trainer before them
+        return [Spot(_options(tp, bundle)) for bundle in _reserve("GPU", [tp] * number, "PACK", numbers)]
     if is_own_session():
         return [Spot()] * number
     return [Spot(_options(0, bundle)) for bundle in _reserve("CPU", [_A_CORES_SHARE] * number, "SPREAD")]
@@ -125,9 +127,14 @@ def _options(gpus: int, bundle: tuple[PlacementGroup, int]) -> dict[str, Any]:
     return {"num_cpus": 0, "num_gpus": gpus, "scheduling_strategy": strategy}
 
 
-def _reserve(resource: str, amounts: Sequence[float], strategy: str) -> list[tuple[PlacementGroup, int]]:
-    """A bundle of so much for each amount, in the order of their nodes. Amounts on several nodes have to be equal."""
-    group = placement_group([{resource: amount} for amount in amounts], strategy=strategy)
+def _reserve(
+    resource: str, amounts: Sequence[float], strategy: str, numbers: Sequence[int] = ()
+) -> list[tuple[PlacementGroup, int]]:
+    """A bundle of so much for each amount, in the order of their nodes; amounts on several nodes have to be equal. `numbers`:
+    on which nodes of a Slurm job."""
+    is_job = all(NODE_LABEL in node["Labels"] for node in ray.nodes())
+    labels = [{NODE_LABEL: str(number)} for number in numbers] if is_job else None
+    group = placement_group([{resource: amount} for amount in amounts], strategy=strategy, bundle_label_selector=labels or None)
     if not group.wait(GPU_WAIT_S):
         raise RuntimeError(
             f"within {GPU_WAIT_S:.0f} s the cluster did not have {len(amounts)} times {amounts[0]:g} free {resource}s, each on "

@@ -179,6 +179,13 @@ def test_two_jobs_at_once_are_stopped_and_lose_nodes_and_nothing_else(jobs: Jobs
     assert_same_run(jobs.folder / "runs/one", jobs.folder / "runs/other")
 
 
+def test_a_cancelled_job_leaves_nothing(jobs: Jobs) -> None:
+    job = jobs.sbatch("train.sbatch", "--nodes=2", TINY, *TWO_NODES)
+    wait_until(lambda: jobs.processes(job, 1, "raylet"), "Ray on the second node", timeout_s=200)
+    jobs.slurm.run("scancel", job)
+    jobs.finished(job, "CANCELLED", "0:15")
+
+
 def test_a_users_mistake_is_not_queued_again(jobs: Jobs) -> None:
     job = jobs.sbatch("train.sbatch", "--nodes=1", TINY, "parallel.tp=3")
     output = jobs.finished(job, "FAILED", "2:0")
