@@ -42,10 +42,11 @@ def test_reward_rises(learned: CliRun) -> None:
 
 def test_metrics_are_complete_and_consistent(learned: CliRun) -> None:
     rows = [row for row in read_metrics(learned.folder / "metrics.jsonl") if row["step"] > 0]
-    elsewhere = ("time/eval_s", "time/checkpoint_s", "sync/stale_logprob_diff_mean", "sync/truncated_share")
+    elsewhere = ("time/startup_s", "time/eval_s", "time/checkpoint_s", "sync/stale_logprob_diff_mean", "sync/truncated_share")
     optional = {name for name in METRICS if name.startswith("eval/") or name in elsewhere}
     for number, row in enumerate(rows, 1):
         assert row["step"] == number and METRICS.keys() - optional - row.keys() == set()
+        assert ("time/startup_s" in row) == (number == 1)
         fates = ("kept", "filtered_correct", "filtered_wrong", "aborted", "carried_out")
         assert row["tokens/generated"] + row["tokens/carried_in"] == sum(row[f"tokens/{fate}"] for fate in fates)
         assert row["policy/first_ratio_error_max"] <= 1e-5
