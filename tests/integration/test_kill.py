@@ -224,9 +224,9 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     while num_killed < 6:
         run = SoloRun(ROOT, tmp_path / f"killed{number}", *settings)
         run.process.join(timeout=rng.uniform(0, 0.4 * duration_s))
-        if run.process.exitcode is None:
-            run.process.kill()
-            run.finish(-9)
+        run.process.kill()
+        run.process.join()
+        if run.process.exitcode == -9:
             num_killed += 1
         else:  # it was faster than its end
             run.finish()
