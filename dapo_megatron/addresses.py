@@ -4,7 +4,7 @@ import random
 import socket
 
 # Below what Linux takes for outgoing connections (32768 and up): none of those gets a port between its choice and its use.
-PORTS = range(15000, 32768)
+PORTS = range(20000, 32768)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

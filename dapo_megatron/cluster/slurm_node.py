@@ -59,6 +59,7 @@ def join(folder: Path) -> int:
     options = [f"--node-ip-address={own}", f"--node-name={name}", f"--temp-dir={files}", f"--labels={NODE_LABEL}={number}"]
     options += [f"--num-cpus={os.environ['SLURM_CPUS_ON_NODE']}", f"--object-store-memory={memory}", "--disable-usage-stats"]
     options += [f"--dashboard-agent-listen-port={free_port(own)}", "--include-log-monitor=false"]
+    options += ["--min-worker-port=0", "--max-worker-port=0"]  # any free ones; by default all jobs' are of the same range
     options += [f"--num-gpus={gpus}"] if (gpus := os.environ.get("SLURM_GPUS_ON_NODE")) else []
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where, *options]
     ended = []
