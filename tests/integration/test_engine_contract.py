@@ -30,6 +30,8 @@ from tests.sglang_engines import make_engine
 
 PROMPT = tuple(range(7, 40))
 SERVERS = ["server 0"]
+# Of log-probs in fp32, in nats. SGLang stays within 1e-4, vLLM on CPU has been 1.2e-4 away; other weights are 1e-2 and more.
+TOLERANCE = 2e-4
 CLIENTS: dict[str, Any] = {"sglang": SGLangClient, "vllm": VLLMClient}
 Tensors = list[tuple[str, torch.Tensor]]
 
@@ -118,7 +120,7 @@ async def samples(engine: HttpEngine, n: int = 8, temperature: float = 1.0):
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_logprobs_equal_transformers_at_the_temperature(engine, model, temperature):
     completions = run(engine, lambda: samples(engine, temperature=temperature))
-    assert error(model, completions, temperature) < 1e-4
+    assert error(model, completions, temperature) < TOLERANCE
     assert error(model, completions, 1.6 - temperature) > 0.1  # the other temperature's differ
     assert all((c.versions == 0).all() and len(c.versions) == len(c) for c in completions)
     assert len({tuple(c.token_ids) for c in completions}) > 1
@@ -129,7 +131,7 @@ def test_greedy_takes_the_most_likely_token(engine, model):
     ids = torch.tensor([[*PROMPT, *completion.token_ids.tolist()]])
     expected = model(ids).logits[0, len(PROMPT) - 1 : -1].argmax(-1)
     assert completion.token_ids.tolist() == expected.tolist()
-    assert error(model, [completion]) < 1e-4
+    assert error(model, [completion]) < TOLERANCE
 
 
 def test_a_response_ends_at_eos_which_belongs_to_it_or_at_the_limit(engine, model):
@@ -139,7 +141,7 @@ def test_a_response_ends_at_eos_which_belongs_to_it_or_at_the_limit(engine, mode
         return await asyncio.gather(*(engine.generate(request(f"g/{i}", max_new_tokens=80)) for i in range(32)))
 
     completions = run(engine, work)
-    assert error(model, completions) < 1e-4  # of EOS as well
+    assert error(model, completions) < TOLERANCE  # of EOS as well
     stopped = [c for c in completions if c.finish_reason == "stop"]
     cut = [c for c in completions if c.finish_reason == "length"]
     assert len(stopped) + len(cut) == 32 and stopped and cut
@@ -158,7 +160,7 @@ def test_stop_token_ids_end_a_response(engine, model):
 def test_prompt_logprobs(engine, model):
     got = run(engine, lambda: engine.prompt_logprobs(PROMPT))
     assert got.dtype == np.float32 and got.shape == (len(PROMPT) - 1,)
-    np.testing.assert_allclose(got, reference(model, PROMPT[:1], np.array(PROMPT[1:]), 1.0), atol=1e-4)
+    np.testing.assert_allclose(got, reference(model, PROMPT[:1], np.array(PROMPT[1:]), 1.0), atol=TOLERANCE)
 
 
 def test_after_a_publish_the_server_computes_with_the_new_weights(engine, model):
@@ -175,9 +177,9 @@ def test_after_a_publish_the_server_computes_with_the_new_weights(engine, model)
         )
 
     before, after, cooler, prompt = run(engine, work)
-    assert error(model, before) < 1e-4
-    assert error(new, after) < 1e-4 and error(new, cooler, 0.6) < 1e-4
-    np.testing.assert_allclose(prompt, reference(new, PROMPT[:1], np.array(PROMPT[1:]), 1.0), atol=1e-4)
+    assert error(model, before) < TOLERANCE
+    assert error(new, after) < TOLERANCE and error(new, cooler, 0.6) < TOLERANCE
+    np.testing.assert_allclose(prompt, reference(new, PROMPT[:1], np.array(PROMPT[1:]), 1.0), atol=TOLERANCE)
     assert all((c.versions == 7).all() for c in after) and engine.fleet.up[0].version == 7
     assert error(model, after) > 0.1  # the comparison sees the difference between the two
 
@@ -203,7 +205,7 @@ def test_an_update_left_open_can_be_started_over(engine, model):
         await publish(engine, named(new), 9)
         return await samples(engine)
 
-    assert error(new, run(engine, work)) < 1e-4
+    assert error(new, run(engine, work)) < TOLERANCE
 
 
 def test_update_is_refused_while_requests_run(engine):
@@ -341,7 +343,7 @@ def test_two_trainer_processes_each_send_their_share(engine, model, unused_port)
         return await samples(engine), (await engine.checksums(SERVERS))["server 0"]
 
     completions, held = run(engine, work)
-    assert error(new, completions) < 1e-4
+    assert error(new, completions) < TOLERANCE
     assert held == sender_of(engine).checksums(tensors)
 
 
