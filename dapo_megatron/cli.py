@@ -36,9 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_resume(getattr(args, "resume", "auto"), dry_run)
         return int(args.run(config, args))
     except ConfigError as error:
-        print(f"{args.config}: {len(error.problems)} error(s), nothing was started", file=sys.stderr)
-        for problem in error.problems:
-            print(f"  {problem}", file=sys.stderr)
+        print(error.text(args.config), file=sys.stderr)
         return 2
     except CutOff as error:
         print(f"dapo: {error}", file=sys.stderr)

@@ -46,6 +46,10 @@ class ConfigError(ValueError):
         self.problems = problems
         super().__init__("\n".join(str(p) for p in problems))
 
+    def text(self, source: str | Path) -> str:
+        """For the terminal: all of them, found in `source`."""
+        return "\n  ".join([f"{source}: {len(self.problems)} error(s), nothing was started", *map(str, self.problems)])
+
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read a configuration whose structure is right: keys, types, choices. Raises ConfigError with every fault."""

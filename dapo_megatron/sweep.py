@@ -170,9 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return {"check": _check, "train": _train, "table": _table}[args.action](args)
     except ConfigError as error:
-        print(f"{args.sweep_file}: {len(error.problems)} error(s), nothing was started", file=sys.stderr)
-        for problem in error.problems:
-            print(f"  {problem}", file=sys.stderr)
+        print(error.text(args.sweep_file), file=sys.stderr)
         return 2
     except OSError as error:
         print(f"sweep: {error}", file=sys.stderr)

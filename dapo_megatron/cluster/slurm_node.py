@@ -25,17 +25,18 @@ from dapo_megatron.cluster.placement import NODE_LABEL
 from dapo_megatron.cluster.session import NODE_ADDRESS
 
 OBJECT_STORE_BYTES = 8 * 10**9  # batches of token ids and log-probs; Ray's default takes 30% of a node's memory
+LOST = 69  # EX_UNAVAILABLE of sysexits.h, as in train.sbatch: a node, or Ray on it, was lost or never came
 WEAK = ("127.0.0.1", "127.0.1.1", "::1")  # what many nodes call themselves by, and no other node can reach
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code, of `run` only if COMMAND could not be started."""
+    """The exit code, of `run` only if COMMAND could not be started: LOST, so that the job is queued again."""
     what, folder, *command = argv
     try:
         return join(Path(folder)) if what == "join" else run(Path(folder), command)
     except (RuntimeError, OSError) as error:
         print(f"dapo: {error}", file=sys.stderr)
-        return 1
+        return LOST
 
 
 def join(folder: Path) -> int:

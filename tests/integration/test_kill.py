@@ -1,8 +1,5 @@
 """Killed at any moment and started again, a run equals one that went through, bit for bit (local engine)."""
 
-import importlib
-import inspect
-import itertools
 import json
 import os
 import random
@@ -10,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,8 @@ from dapo_megatron.telemetry.metrics import read_metrics
 from tests.conftest import ROOT
 from tests.forking import CONTEXT
 from tests.integration.cli_run import CliRun, assert_same_run, kill_marked
-from tests.integration.solo import SoloRun, die
+from tests.integration.moments import at, half_a_row
+from tests.integration.solo import SoloRun
 from tests.small_disk import small_disk as disk_of
 
 # Small groups, so that many are filtered and each step takes another number of prompts; four groups at a time and what is over
@@ -40,55 +38,6 @@ SETTINGS = (
 NUM_TENSORS = 21  # of the model: 3, and 9 in each of 2 layers
 LOCAL = "rollout.local_engine:LocalEngine"
 MEGATRON_FILES = "megatron.core.dist_checkpointing.strategies.filesystem_async"
-
-
-def at(target: str, moment: str, count: int = 1, action: Callable[[], None] = die) -> None:
-    """Patch `module:name` of the package to call `action` before or after its count-th call."""
-    module, _, path = (target if target.startswith("megatron.") else f"dapo_megatron.{target}").partition(":")
-    *parents, name = path.split(".")
-    owner: Any = importlib.import_module(module)
-    for parent in parents:
-        owner = getattr(owner, parent)
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def reached(now: str, number: int) -> None:
-        if (now, number) == (moment, count):
-            action()
-
-    @wraps(original)
-    async def awaited(*args: Any, **kwargs: Any) -> Any:
-        number = next(calls)
-        reached("before", number)
-        result = await original(*args, **kwargs)
-        reached("after", number)
-        return result
-
-    @wraps(original)  # Megatron looks at signatures
-    def called(*args: Any, **kwargs: Any) -> Any:
-        number = next(calls)
-        reached("before", number)
-        result = original(*args, **kwargs)
-        reached("after", number)
-        return result
-
-    setattr(owner, name, awaited if inspect.iscoroutinefunction(original) else called)
-
-
-def half_a_row(count: int = 1) -> None:
-    """Killed while the count-th row of metrics is being written."""
-    from dapo_megatron.telemetry import metrics
-
-    original, calls = metrics.MetricsWriter.write, itertools.count(1)
-
-    def write(self: Any, step: int, values: Any) -> None:
-        if next(calls) == count:
-            line = metrics._line(metrics.make_row(step, values))
-            self._file.write(line[: len(line) // 2])
-            self._file.flush()
-            die()
-        original(self, step, values)
-
-    metrics.MetricsWriter.write = write  # type: ignore[method-assign]
 
 
 # What happens, how to die there, and the last checkpoint afterwards.

@@ -57,7 +57,7 @@ def test_a_first_node_that_never_listens_is_named(tmp_path: Any, seconds: None, 
     for text in (None, "127.0.0.1 1"):
         if text:
             (tmp_path / "address").write_text(text)
-        assert slurm_node.main(["run", str(tmp_path), "true"]) == 1
+        assert slurm_node.main(["run", str(tmp_path), "true"]) == slurm_node.LOST
         assert "Ray on the job's first node (n1) doesn't answer after 0 s (DAPO_START_TIMEOUT_S)" in capsys.readouterr().err
 
 
