@@ -183,6 +183,15 @@ def test_a_cancelled_job_leaves_nothing(jobs: Jobs) -> None:
     jobs.finished(job, "CANCELLED", "0:15")
 
 
+def test_a_job_whose_nodes_never_come_is_not_queued_for_ever(jobs: Jobs) -> None:
+    jobs.environment |= {"DAPO_START_TIMEOUT_S": "0.1", "DAPO_MAX_LOST": "1"}
+    job = jobs.sbatch("train.sbatch", "--nodes=2", TINY, *TWO_NODES)
+    output = jobs.finished(job, "FAILED", "1:0")
+    assert jobs.slurm.state(job)["Restarts"] == "1" and output.count("back into the queue") == 1
+    assert "Ray on the job's first node (node1) doesn't answer after 0 s (DAPO_START_TIMEOUT_S)" in output
+    assert "lost 2 times without getting further (DAPO_MAX_LOST=1): not queued again" in output
+
+
 def test_a_users_mistake_is_not_queued_again(jobs: Jobs) -> None:
     job = jobs.sbatch("train.sbatch", "--nodes=1", TINY, "parallel.tp=3")
     output = jobs.finished(job, "FAILED", "2:0")
